@@ -40,9 +40,11 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
     kernels,
 )
+from torchrec_jagged_attn.arguments import TargetArguments
 from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
 from torchrec_jagged_attn.ops import interaction_gradients
 from torchrec_jagged_attn.ops import selection as ops_of_selection
+from torchrec_jagged_attn.ops.target_attention import target_attention_with_lse
 from torchrec_jagged_attn.replay.recording import Recorder
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes that a program may take, of A100 and H100
@@ -129,6 +131,30 @@ def target(
         query, history, OFFSETS, query_offsets=query_offsets, indices=indices, score=score,
         dropout=dropout, **biases,
     ).sum().backward()  # fmt: skip
+
+
+def target_with_lse(
+    num_targets: int, dtype: torch.dtype, width: int = 64, *, jagged: bool = False
+) -> None:
+    """Over some rows of each sample, with all biases and a gradient of log-sum-exps."""
+    query, query_offsets = zeros(4, num_targets, 4, width, dtype=dtype), None
+    if jagged:
+        query, query_offsets = query.flatten(0, 1), torch.arange(5) * num_targets
+    drops = torch.tensor([7, 2**30])
+    args = TargetArguments(
+        query, zeros(N, width, dtype=dtype), OFFSETS, query_offsets,
+        indices=torch.zeros(N, dtype=torch.int64) if jagged else None,
+        bias=torch.ones(N, requires_grad=True),
+        position_bias=zeros(9, 4, dtype=FP32),
+        age_bias=zeros(5, 4, dtype=FP32),
+        timestamps=torch.zeros(N, dtype=torch.int64),
+        request_time=torch.zeros(4, dtype=torch.int64),
+        row_dropout=drops, dropout=drops,
+        places=torch.arange(N), ends=OFFSETS[1:],
+        scale=0.125, score="softmax", num_levels=0, for_backward=True,
+    )  # fmt: skip
+    out, lse = target_attention_with_lse(args)
+    (out.float().sum() + lse.sum()).backward()
 
 
 def digits(
@@ -242,6 +268,12 @@ CASES = {
     ),
     "rows by index, general, SiLU": Case(
         (90,), "target", lambda: target(20, BF16, 256, score="silu", index_dtype=torch.int32)
+    ),
+    "one warp, log-sum-exps": Case((80, 90), "target", lambda: target_with_lse(1, FP32)),
+    "warpgroup, log-sum-exps": Case((90,), "target", lambda: target_with_lse(8, BF16)),
+    "few warps, log-sum-exps": Case((90,), "target", lambda: target_with_lse(6, FP32, 32)),
+    "general target, log-sum-exps": Case(
+        (80, 90), "target", lambda: target_with_lse(2, FP32, 20, jagged=True)
     ),
     "digits": Case((80, 90), "", lambda: digits(BF16)),
     "digits, fp32, biased": Case((80, 90), "target", lambda: digits(FP32, biased=True)),

@@ -8,6 +8,9 @@ import torch
 from tests.combinations import each_pair
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.ops.test_dropout import assert_weights_are_dropped
+from tests.ops.test_log_sum_exp import assert_merges as assert_owners_merge
+from tests.ops.test_log_sum_exp import assert_right as assert_right_with_lse
+from tests.ops.test_log_sum_exp import make_inputs as make_inputs_of_lse
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import (
     FAR_TIMES,
@@ -451,3 +454,26 @@ def test_dropout_of_rows_by_index(num_targets, launched):
         OVER_ROWS, inputs, num_query_rows, 2, num_places, torch.device("cpu")
     )
     assert launched
+
+
+@pytest.mark.parametrize("checks", [assert_right_with_lse, assert_owners_merge])
+@pytest.mark.parametrize(
+    ("num_targets", "dtype", "others", "path"),
+    [
+        (1, torch.float16, "prior tables drops", "one_warp"),
+        (1, torch.float32, "bias tables", "one_warp"),
+        (4, torch.float32, "prior tables drops indices", "one_warp"),
+        (9, torch.float32, "prior tables drops", "few_warps"),
+        (9, torch.float16, "tables indices", "few_warps"),
+        (9, torch.float16, "prior tables drops", "warpgroup"),
+        (20, torch.float16, "prior", "warpgroup"),
+    ],
+    ids=str,
+)
+def test_log_sum_exps(num_targets, dtype, others, path, checks):
+    inputs = make_inputs_of_lse(
+        torch.device("cpu"), dtype, num_targets, 2, others, [2100, 0, 3, 1, 33]
+    )
+    with gluon_in_numpy(path == "warpgroup") as launched:
+        checks(inputs)
+    assert set(launched) == {f"{path}_forward", f"{path}_backward"}

@@ -11,7 +11,15 @@ import triton.language as tl
 
 from torchrec_jagged_attn.kernels.common.dropout import is_dropped
 
-__all__ = ["add_heads", "add_to_table", "age_bucket", "load_bias", "recency_bucket", "row_buckets"]
+__all__ = [
+    "add_heads",
+    "add_to_table",
+    "age_bucket",
+    "load_bias",
+    "recency_bucket",
+    "row_buckets",
+    "row_numbers",
+]
 
 
 @triton.jit
@@ -49,6 +57,15 @@ def age_bucket(time, reference, num_buckets):
 
 
 @triton.jit
+def row_numbers(biases, n, visible):
+    """The numbers by which the rows ``n`` (int64) draw: their places, where these are given."""
+    numbers = n
+    if biases.places is not None:
+        numbers = tl.load(biases.places + n, mask=visible, other=0).to(tl.int64)
+    return numbers
+
+
+@triton.jit
 def row_buckets(
     n,
     visible,
@@ -60,7 +77,11 @@ def row_buckets(
 ):
     """Buckets of position and age of the rows ``n`` of ``sample``."""
     last = tl.load(offsets_ptr + sample + 1).to(tl.int64) - 1
-    of_position = recency_bucket((last - n).to(tl.int32), P)
+    distance = last - n
+    if biases.places is not None:
+        end = tl.load(biases.ends + sample).to(tl.int64)
+        distance = end - 1 - row_numbers(biases, n, visible)
+    of_position = recency_bucket(distance.to(tl.int32), P)
     of_age = of_position
     if A > 0:
         time = tl.load(biases.timestamps + n, mask=visible, other=0)
@@ -112,7 +133,8 @@ def load_bias(
             ptrs = biases.age_bias + of_age * H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if biases.row_dropout is not None:
-        dropped = is_dropped(biases.row_dropout, n.to(tl.int64)) & mask
+        numbers = row_numbers(biases, n, visible).to(tl.int64)
+        dropped = is_dropped(biases.row_dropout, numbers) & mask
         bias = tl.where(dropped, -float("inf"), bias)
     return bias
 

@@ -211,7 +211,7 @@ def _backward_by_distance(call: _Call, outputs: FlashOutputs, grads: Gradients) 
 
 def _grads_of_tables(args: FlashArguments, grads: Gradients) -> Iterator[Tensor | None]:
     """Of each table the sum over tiles; zeros without tiles, ``None`` without a table."""
-    _, position_bias, age_bias, _, _, _, _, relative_bias = args.biases
+    _, position_bias, age_bias, *_, relative_bias = args.biases
     of_position = of_age = of_relative = None
     if grads.tables is not None:
         num_positions = 0 if position_bias is None else position_bias.shape[0]

@@ -70,6 +70,7 @@ from torchrec_jagged_attn.kernels.target.plan import (
 from torchrec_jagged_attn.kernels.target.records import (
     Gradients,
     Listing,
+    Outputs,
     Samples,
     SlotList,
     Sums,
@@ -150,7 +151,7 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
         stats.new_empty(num_slots, plan.slot_rows, plan.call.width),
         stats.new_empty(num_slots, 2, plan.slot_rows),
     )
-    written = TargetOutputs(out, residual if is_rounded else None, stats)
+    written = Outputs(out, residual if is_rounded else None, stats)
     grid = (num_slots + launch.num_samples,)
     taken = (launch.query, launch.history, launch.biases, written, sums, launch.samples())
     sizes = (*launch.sizes, num_slots)
@@ -184,11 +185,10 @@ def backward(
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
     That of the history always, but, where it is read by indices, if ``needs_history``; where it is
-    packed in digits, it is ``None``.
+    packed in digits, it is ``None``. ``grad_lse`` is that of log-sum-exps, zero where nothing is
+    seen.
     ``listing`` was given to the kernel that made ``grad_out``.
     """
-    if grad_lse is not None:
-        raise NotImplementedError("grad_lse of kernels")
     launch = _Launch(args, listing, backward=True)
     plan, num_programs = launch.plan, launch.num_slots + launch.num_samples
     call = plan.call
@@ -215,7 +215,8 @@ def backward(
         targets = call.num_targets if plan.path == "one_warp" else 1
         grad_tables = fill(num_programs, call.buckets, targets, call.num_heads)
     grad_out = grad_out.contiguous()
-    read = outputs if call.half else TargetOutputs(outputs.out, None, outputs.stats)
+    grad_lse = _contiguous(grad_lse)
+    read = Outputs(outputs.out, outputs.residual if call.half else None, outputs.stats, grad_lse)
     if launch.num_samples:
         targets = None if found is None else found.targets
         grads = Gradients(grad_query, delta, grad_history, grad_bias, grad_tables, targets)
@@ -236,7 +237,7 @@ def backward(
 
 
 def _launch_backward(
-    launch: _Launch, grad_out: Tensor, outputs: TargetOutputs, grads: Gradients, scale: float
+    launch: _Launch, grad_out: Tensor, outputs: Outputs, grads: Gradients, scale: float
 ) -> None:
     """Launch the kernels that write ``grads``, of one sample or more."""
     plan, call, num_slots = launch.plan, launch.plan.call, launch.num_slots
@@ -274,7 +275,7 @@ def _launch_backward(
     if num_slots and has_queries:
         _combine_gradients(
             (num_slots, plan.column_blocks),
-            (sums, outputs.out, grads, samples, *launch.sizes[:2], scale),
+            (sums, outputs, grads, samples, *launch.sizes[:2], scale),
             plan.combine,
         )
     by_row = (grads.history, grads.bias, grads.tables)
@@ -307,7 +308,7 @@ def _add_up_rows(
     launch: _Launch,
     found: Places,
     grad_out: Tensor,
-    outputs: TargetOutputs,
+    outputs: Outputs,
     delta: Tensor,
     grad_history: Tensor,
     scale: float,
@@ -320,7 +321,7 @@ def _add_up_rows(
     samples = Samples(None, launch.offsets, launch.query_offsets, indices)
     of_places, of_zeros = -(-num_places // PLACES_OF_PROGRAM), -(-num_rows // ZEROS_OF_PROGRAM)
     if num_rows:
-        queries = QueryRows(grad_out, launch.query, outputs.stats, delta)
+        queries = QueryRows(grad_out, launch.query, outputs.stats, delta, outputs.grad_lse)
         tensors = (queries, history, launch.biases, grad_history, sums, found, samples)
         sizes = num_rows, num_places, *launch.sizes[1:], num_slots
         _rows(
@@ -345,8 +346,6 @@ class _Launch:
     """
 
     def __init__(self, args: TargetArguments, listing: Listing | None, backward: bool) -> None:
-        if args.places is not None:
-            raise NotImplementedError("places of kernels")
         query, offsets, query_offsets = args.query, args.offsets, args.query_offsets
         history = _unit_stride(args.history)
         call = _call_of(args, history, backward, slots_given=listing is not None)

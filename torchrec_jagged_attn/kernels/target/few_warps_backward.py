@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
-from torchrec_jagged_attn.kernels.target.warp_combine import load_stats, store_delta
+from torchrec_jagged_attn.kernels.target.warp_combine import load_grad_lse, load_stats, store_delta
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     blocks_of,
     columns_at_once,
@@ -36,6 +36,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     query_draws,
     ring_layout,
     row_buckets,
+    row_numbers,
     rows_of_sample,
     split,
     store_grad_of_bias,
@@ -109,7 +110,7 @@ def backward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
+    outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
     sums,  # Sums
     samples,  # Samples
@@ -176,6 +177,9 @@ def backward_kernel(
         of_tile: gl.constexpr = [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N]
         of_rows = gl.allocate_shared_memory(part_type, of_tile, ring_layout(C.BLOCK_N, part_type))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
+        grad_lse = load_grad_lse(outputs, row, count, r)
+        if grad_lse is not None:
+            delta -= grad_lse[:, None]
         store_delta(grads, gl.sum(delta, 1), row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[:, None]
         alone = (end - begin == 1) & (slot < 0)
@@ -210,12 +214,15 @@ def backward_kernel(
                 biases, chunk.first, of_position[None, :], of_age[None, :],
                 n[None, :], r[:, None], visible, count, C,
             )  # fmt: skip
-            numbers = (chunk.first + n)[None, :]
+            numbers = row_numbers(biases, chunk.first + n, n < end)[None, :]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = exp(dots * scale + bias - maximum[:, None], C.PARTS) * inverse[:, None]
                 p = gl.where(visible, p, 0.0)  # rounded as forward
-                ds = gl.where(alone, 0.0, p * (dp - delta))
+                of_alone = 0.0
+                if grad_lse is not None:
+                    of_alone = p * grad_lse[:, None]
+                ds = gl.where(alone, of_alone, p * (dp - delta))
             else:
                 p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
                 p = gl.where(visible, p, 0.0)

@@ -36,6 +36,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     query_draws,
     ring_layout,
     row_buckets,
+    row_numbers,
     rows_of_sample,
     split,
     store_parts,
@@ -51,7 +52,7 @@ def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
+    outputs,  # Outputs; ``residual`` is None where nobody asks
     sums,  # Sums
     samples,  # Samples
     num_samples,
@@ -125,7 +126,8 @@ def forward_kernel(
                 total = total * rescale + gl.sum(p, 1)
             else:
                 p = weights_and_slopes(scores, C.SCORE, C.PARTS > 1)[0]
-            p = drop_weights(p, biases.dropout, draws, (chunk.first + n)[None, :])
+            numbers = row_numbers(biases, chunk.first + n, n < end)[None, :]
+            p = drop_weights(p, biases.dropout, draws, numbers)
             weights = split(gl.convert_layout(p.to(dtype), left), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

@@ -5,7 +5,8 @@ With p the weights of the softmax, ``dp_rn = ∂out_r · x_n`` and ``delta_r = �
     ds_rn = p_rn · (dp_rn - delta_r)        ∂q_r = scale · Σ_n ds_rn · x_n
     ∂bias_n = Σ_r ds_rn, by head            ∂x_n = Σ_r p_rn · ∂out_r + scale · ds_rn · q_r
 
-Where weights are dropped, dp and the p that ∂out is multiplied with are dropped alike.
+Where weights are dropped, dp and the p that ∂out is multiplied with are dropped alike. The gradient
+of a log-sum-exp is taken off its delta.
 
 ``grad_history_kernel`` computes all of it for samples whose query rows one block holds, in half
 precision: it reads x once and writes ∂x once, 2·N·D·e bytes and 10·N·R·D FLOPs. Otherwise
@@ -24,6 +25,7 @@ from torchrec_jagged_attn.kernels.common.biases import (
     add_to_table,
     load_bias,
     row_buckets,
+    row_numbers,
 )
 from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.matmul import product
@@ -47,10 +49,11 @@ class Queries(NamedTuple):
     Attributes:
         q: ``[BLOCK_R, BLOCK_D]``.
         grad_out: ``[BLOCK_R, BLOCK_D]``.
-        delta: ``[BLOCK_R]``, the mean of the gradients of weights.
+        delta: ``[BLOCK_R]``, the mean of the gradients of weights minus ``grad_lse``.
         maximum: ``[BLOCK_R]``, the largest score.
         inverse: ``[BLOCK_R]``, one over the total of weights.
         draws: ``[BLOCK_R]``, see ``query_draws``.
+        grad_lse: ``[BLOCK_R]``, the gradient of the log-sum-exp, or ``None``.
     """
 
     q: Any
@@ -59,24 +62,39 @@ class Queries(NamedTuple):
     maximum: Any
     inverse: Any
     draws: Any
+    grad_lse: Any
+
+
+@triton.jit
+def _load_grad_lse(outputs, rows, mask):
+    """Gradients of log-sum-exps, which those of scores add up to, of ``rows``; None without."""
+    grad_lse = None
+    if outputs.grad_lse is not None:
+        grad_lse = tl.load(outputs.grad_lse + rows, mask=mask, other=0.0)
+    return grad_lse
 
 
 @triton.jit
 def _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C: tl.constexpr):
     """Weights ``[rows, queries]``, of which some are dropped, and the gradients of their scores.
 
-    A row that is ``alone`` in its sample has a softmax weight of one, whatever its score.
+    A row that is ``alone`` in its sample has a softmax weight of one, whatever its score: that has
+    no gradient but its log-sum-exp's.
     """
     dots = product(x, tl.trans(queries.q), C.PRECISION)
     dp = product(x, tl.trans(queries.grad_out), C.PRECISION)
     dropout, draws = biases.dropout, queries.draws[None, :]
-    dp = drop_weights(dp, dropout, draws, n)
+    numbers = row_numbers(biases, n, visible)
+    dp = drop_weights(dp, dropout, draws, numbers)
     if C.SCORE == "softmax":
         p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse, 0, LOG2E)
-        ds = tl.where(alone, 0.0, p * (dp - queries.delta[None, :]))
-        return drop_weights(p, dropout, draws, n), ds
+        of_alone = 0.0
+        if queries.grad_lse is not None:
+            of_alone = p * queries.grad_lse[None, :]
+        ds = tl.where(alone, of_alone, p * (dp - queries.delta[None, :]))
+        return drop_weights(p, dropout, draws, numbers), ds
     p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)
-    p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, n)
+    p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, numbers)
     return p, tl.where(visible, slope * dp, 0.0)
 
 
@@ -112,7 +130,10 @@ def _load_block(
     delta = tl.sum(grad_out.to(tl.float32) * exact, 1)
     maximum, inverse = load_stats(outputs.stats, num_rows, work.row + r, r < work.count)
     draws = query_draws(dropout_ptr, work.row + r)
-    return Queries(q, grad_out, delta, maximum, inverse, draws), out
+    grad_lse = _load_grad_lse(outputs, work.row + r, r < work.count)
+    if grad_lse is not None:
+        delta -= grad_lse
+    return Queries(q, grad_out, delta, maximum, inverse, draws, grad_lse), out
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -121,7 +142,7 @@ def grad_query_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed in digits; rows history_stride apart
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
+    outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
     sums,  # Sums
     samples,  # Samples
@@ -151,7 +172,7 @@ def grad_query_kernel(
 
     index = tl.arange(0, C.BLOCK_N)
     acc = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
-    ds_total = tl.zeros([C.BLOCK_R], tl.float32)  # zero, but for the rounding of out
+    ds_total = tl.zeros([C.BLOCK_R], tl.float32)  # zero or grad_lse, but for the rounding of out
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
         n = (start + index)[:, None]
         visible = (index < (work.end - start).to(tl.int32))[:, None]
@@ -172,6 +193,8 @@ def grad_query_kernel(
         tl.store(sums.weights + work.slot * room + local, ds_total, mask=local < room)
     else:
         # A delta larger by ds_total would have made that zero, and acc less by ds_total · out.
+        if queries.grad_lse is not None:
+            ds_total -= queries.grad_lse
         delta += ds_total
         acc -= ds_total[:, None] * out.to(tl.float32)
         store_queries(grads.query, acc * scale, row, r, count, d, C.D)
@@ -185,7 +208,7 @@ def grad_history_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed in digits; rows history_stride apart
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
+    outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
     sums,  # Sums
     samples,  # Samples
@@ -252,7 +275,8 @@ def grad_history_kernel(
                     C.H, C.P, C.A, C.PRIOR,
                 )  # fmt: skip
                 draws = query_draws(biases.dropout, row + rows)
-                queries = Queries(q, grad_out, delta, maximum, inverse, draws)
+                grad_lse = _load_grad_lse(outputs, row + rows, rows < count)
+                queries = Queries(q, grad_out, delta, maximum, inverse, draws, grad_lse)
                 p, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
                 if grads.history is not None:
                     grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)

@@ -48,7 +48,7 @@ def _find_chunks(samples, num_samples, num_targets, C: tl.constexpr):
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def combine_outputs_kernel(
     sums,  # Sums
-    outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
+    outputs,  # Outputs; ``residual`` is None where nobody asks
     samples,  # Samples
     num_samples,
     num_targets,
@@ -88,7 +88,7 @@ def combine_outputs_kernel(
 @triton.jit(do_not_specialize=["num_samples", "num_targets"])
 def combine_gradients_kernel(
     sums,  # Sums; ``weights`` is None where one block and pass serve all samples
-    out_ptr,  # [rows, D]
+    outputs,  # Outputs
     grads,  # Gradients; ``delta``, in and out, is None where ``weights`` is
     samples,  # Samples
     num_samples,
@@ -113,7 +113,9 @@ def combine_gradients_kernel(
             for slot in range(begin, end, step):
                 ptrs = sums.weights + slot * room + local
                 ds_total += tl.load(ptrs, mask=local < room, other=0.0)
-            out = load_queries(out_ptr, first, r, count, d, C.D)
+            if outputs.grad_lse is not None:
+                ds_total -= tl.load(outputs.grad_lse + first + r, mask=r < count, other=0.0)
+            out = load_queries(outputs.out, first, r, count, d, C.D)
             acc -= ds_total[:, None] * out.to(tl.float32)
             if tl.program_id(1) == 0:
                 delta = tl.load(grads.delta + first + r, mask=r < count, other=0.0)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common.biases import load_bias
+from torchrec_jagged_attn.kernels.common.biases import load_bias, row_numbers
 from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
@@ -40,7 +40,7 @@ def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed in digits; rows history_stride apart
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
+    outputs,  # Outputs; ``residual`` is None where nobody asks
     sums,  # Sums
     samples,  # Samples
     num_samples,
@@ -82,7 +82,7 @@ def forward_kernel(
         else:
             p = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)[0]
             p = tl.where(visible, p, 0.0)
-        p = drop_weights(p, biases.dropout, draws, n)
+        p = drop_weights(p, biases.dropout, draws, row_numbers(biases, n, visible))
         acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=C.PRECISION)
 
     if C.SCORE != "softmax":  # no total to divide by: one in all chunks of a sample together

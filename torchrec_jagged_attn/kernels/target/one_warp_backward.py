@@ -21,6 +21,7 @@ from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import (
     combine_queries,
     is_last_chunk,
+    load_grad_lse,
     load_stats,
     store_delta,
 )
@@ -49,6 +50,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     program_of_sample,
     query_draws,
     row_buckets,
+    row_numbers,
     rows_of_sample,
     split,
     store_grad_of_bias,
@@ -228,14 +230,19 @@ def _store_table(table, ptr, count, C: gl.constexpr):
 
 
 @gluon.jit
-def _store_correction(sums, ptr, count, chunk, C: gl.constexpr):
-    """``-Σ ds · Σ p`` by bucket, over all chunks of a sample, as a table of its own."""
+def _store_correction(sums, ptr, count, chunk, grad_lse, C: gl.constexpr):
+    """``-Σ ds · Σ p`` by bucket, over all chunks of a sample, as a table of its own.
+
+    With ``grad_lse``, ``Σ ds`` is what it is more than that.
+    """
     size = (1 + C.P + C.A) * count
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
     ds_total = gl.zeros([BLOCK_R], gl.float32, gl.SliceLayout(0, MMA))
     for at in range(chunk.chunks):
         of_chunk = sums.weights + (chunk.first_slot + at).to(gl.int64) * size
         ds_total += gl.load(of_chunk + r, mask=r < count, other=0.0)
+    if grad_lse is not None:
+        ds_total -= grad_lse
     for block in gl.static_range(blocks_of(C.P) + blocks_of(C.A)):
         weights = gl.zeros([16, BLOCK_R], gl.float32, MMA)
         ptrs, mask = _bucket_ptrs(sums.weights + count, block, count, C)
@@ -247,11 +254,16 @@ def _store_correction(sums, ptr, count, chunk, C: gl.constexpr):
 
 
 @gluon.jit
-def _take_off_means(table, weights, sums, slot, count, C: gl.constexpr):
-    """Take ``Σ ds · Σ p`` off each bucket; of a chunk, leave both sums in its slot instead."""
+def _take_off_means(table, weights, sums, slot, count, grad_lse, C: gl.constexpr):
+    """Take ``Σ ds · Σ p`` off each bucket; of a chunk, leave both sums in its slot instead.
+
+    With ``grad_lse``, ``Σ ds`` is what it is more than that.
+    """
     BLOCKS: gl.constexpr = blocks_of(C.P) + blocks_of(C.A)
     ds_total = _sum_of_blocks(table, blocks_of(C.P) if C.P > 0 else BLOCKS)
     if slot < 0:
+        if grad_lse is not None:
+            ds_total -= grad_lse
         for block in gl.static_range(BLOCKS):
             taken = ds_total[None, :] * weights.index(block).load(MMA)
             table.index(block).store(table.index(block).load(MMA) - taken)
@@ -268,7 +280,7 @@ def backward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs; ``residual`` is None in fp32
+    outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
     sums,  # Sums
     samples,  # Samples
@@ -309,6 +321,9 @@ def backward_kernel(
             delta = _delta_of_parts(outputs, both, row, count, C)
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
+        grad_lse = load_grad_lse(outputs, row, count, r)
+        if grad_lse is not None:
+            delta -= grad_lse[None, :]
         store_delta(grads, gl.sum(delta, 0), row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (slot < 0)
@@ -333,12 +348,15 @@ def backward_kernel(
                 biases, chunk.first, of_position[:, None], of_age[:, None],
                 n[:, None], r[None, :], visible, count, C,
             )  # fmt: skip
-            numbers = (chunk.first + n)[:, None]
+            numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = exp(dots * scale + bias - maximum[None, :], C.PARTS) * inverse[None, :]
                 p = gl.where(visible, p, 0.0)  # rounded as forward
-                ds = gl.where(alone, 0.0, p * (dp - delta))
+                of_alone = 0.0
+                if grad_lse is not None:
+                    of_alone = p * grad_lse[None, :]
+                ds = gl.where(alone, of_alone, p * (dp - delta))
             else:
                 p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
                 p = gl.where(visible, p, 0.0)
@@ -355,7 +373,7 @@ def backward_kernel(
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         if sums.weights is not None:
-            _take_off_means(table, weights, sums, slot, count, C)
+            _take_off_means(table, weights, sums, slot, count, grad_lse, C)
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             grad_query = gl.permute(accs[column // COLUMNS], (1, 0))
             if slot >= 0:
@@ -368,7 +386,7 @@ def backward_kernel(
                 if sums.weights is not None:
                     program = program_of_sample(chunk.sample, num_samples, num_slots)
                     ptr = grads.tables + program.to(gl.int64) * (C.P + C.A) * count
-                    _store_correction(sums, ptr, count, chunk, C)
+                    _store_correction(sums, ptr, count, chunk, grad_lse, C)
     if C.P + C.A > 0:
         of_last_chunk = (chunk.length > 2 * C.CHUNK) & (slot < 0) & (sums.weights is not None)
         if not of_last_chunk:

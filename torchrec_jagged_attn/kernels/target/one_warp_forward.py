@@ -42,6 +42,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     product,
     query_draws,
     row_buckets,
+    row_numbers,
     rows_of_sample,
     split,
     store_parts,
@@ -57,7 +58,7 @@ def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
+    outputs,  # Outputs; ``residual`` is None where nobody asks
     sums,  # Sums
     samples,  # Samples
     num_samples,
@@ -123,7 +124,8 @@ def forward_kernel(
                 total = total * rescale + p
             else:
                 p = weights_and_slopes(scores, C.SCORE, C.PARTS > 1)[0]
-            p = drop_weights(p, biases.dropout, draws, (chunk.first + n)[:, None])
+            numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
+            p = drop_weights(p, biases.dropout, draws, numbers)
             weights = split(gl.convert_layout(p.to(dtype), RIGHT), C.PARTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

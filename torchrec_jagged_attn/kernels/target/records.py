@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Constants", "Gradients", "Listing", "Samples", "SlotList", "Sums"]
+__all__ = ["Constants", "Gradients", "Listing", "Outputs", "Samples", "SlotList", "Sums"]
 
 
 class Constants(NamedTuple):
@@ -79,6 +79,23 @@ class Samples(NamedTuple):
     indices: Any = None
 
 
+class Outputs(NamedTuple):
+    """What forward writes and backward reads; see ``arguments.TargetOutputs``.
+
+    Attributes:
+        out: ``[rows, D]``.
+        residual: ``[rows, D]``.
+        stats: ``[2, rows]`` fp32.
+        grad_lse: ``[rows]`` fp32, the gradient of log-sum-exps, zero where nothing is seen; of
+            backward alone.
+    """
+
+    out: Any
+    residual: Any
+    stats: Any
+    grad_lse: Any = None
+
+
 class Sums(NamedTuple):
     """What a chunk leaves in its slot, to be combined with the other chunks of its sample.
 
@@ -99,8 +116,8 @@ class Gradients(NamedTuple):
 
     Attributes:
         query: ``[rows, D]``; fp32 where queries are SHARED: a row for each sample.
-        delta: ``[rows]`` fp32, the mean of the gradients of weights, where a kernel leaves it to
-            the next one.
+        delta: ``[rows]`` fp32, the mean of the gradients of weights minus ``grad_lse``, where a
+            kernel leaves it to the next one.
         history: ``[N, D]``; or ``[U, D]`` where rows are read by indices.
         bias: ``[N, H]``; or, of logarithms of prior weights, ``[N]`` fp32.
         tables: ``[programs, P + A, H]`` fp32; of ``one_warp`` ``[programs, P + A, count]``.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common.biases import load_bias
+from torchrec_jagged_attn.kernels.common.biases import load_bias, row_numbers
 from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.jagged import find_samples
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
@@ -69,13 +69,15 @@ class QueryRows(NamedTuple):
         grad_out: ``[rows, D]``.
         query: ``[rows, D]``.
         stats: ``[2, rows]`` fp32, see ``arguments.TargetOutputs``.
-        delta: ``[rows]`` fp32, the mean of the gradients of weights.
+        delta: ``[rows]`` fp32, the mean of the gradients of weights minus ``grad_lse``.
+        grad_lse: ``[rows]`` fp32, see ``Outputs``.
     """
 
     grad_out: Any
     query: Any
     stats: Any
     delta: Any
+    grad_lse: Any
 
 
 @triton.jit(do_not_specialize=["num_places", "num_rows", "num_samples", "num_steps"])
@@ -161,18 +163,22 @@ def _add_pairs(
     )  # fmt: skip
     draws = query_draws(biases.dropout, own_row)
     scores = tl.sum(q * x[None, :], 1) * scale + bias
-    dp = drop_weights(tl.sum(grad_out * x[None, :], 1), biases.dropout, draws, n)
+    numbers = row_numbers(biases, n, visible)
+    dp = drop_weights(tl.sum(grad_out * x[None, :], 1), biases.dropout, draws, numbers)
     if C.SCORE == "softmax":
         maximum, inverse = load_stats(queries.stats, num_query_rows, own_row, visible)
         delta = tl.load(queries.delta + own_row, mask=visible, other=0.0)
         length = tl.load(samples.offsets + sample + 1) - tl.load(samples.offsets + sample)
         p = tl.exp2((scores - maximum) * LOG2E) * inverse
-        ds = tl.where(length == 1, 0.0, p * (dp - delta))
+        of_alone = 0.0
+        if queries.grad_lse is not None:
+            of_alone = p * tl.load(queries.grad_lse + own_row, mask=visible, other=0.0)
+        ds = tl.where(length == 1, of_alone, p * (dp - delta))
     else:
         exact: tl.constexpr = queries.query.dtype.element_ty == tl.float32
         p, slope = weights_and_slopes(scores, C.SCORE, exact)
         ds = slope * dp
-    p = drop_weights(tl.where(visible, p, 0.0), biases.dropout, draws, n)
+    p = drop_weights(tl.where(visible, p, 0.0), biases.dropout, draws, numbers)
     ds = tl.where(visible, ds * scale, 0.0)
     return acc + p[:, None] * grad_out + ds[:, None] * q
 

@@ -19,6 +19,7 @@ __all__ = [
     "combine_outputs",
     "combine_queries",
     "is_last_chunk",
+    "load_grad_lse",
     "load_stats",
     "stats_of_one",
     "store_chunk_stats",
@@ -74,9 +75,18 @@ def load_stats(outputs, num_rows, row, count, r):
 
 
 @gluon.jit
+def load_grad_lse(outputs, row, count, r):
+    """Gradients of the log-sum-exps of the query rows ``r``, or None."""
+    grad_lse = None
+    if outputs.grad_lse is not None:
+        grad_lse = gl.load(outputs.grad_lse + row + r, mask=r < count, other=0.0)
+    return grad_lse
+
+
+@gluon.jit
 def store_delta(grads, delta, row, r, count, chunk):
-    """Store the mean gradients of the weights of the query rows ``r``, where the next kernel needs
-    them; all chunks of a sample have the same ones.
+    """Store ``delta`` of the query rows ``r``, where the next kernel needs it; all chunks of a
+    sample have the same.
     """
     if grads.delta is not None:
         gl.store(grads.delta + row + r, delta, mask=(r < count) & (chunk.begin == 0))

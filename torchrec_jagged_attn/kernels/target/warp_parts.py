@@ -62,6 +62,7 @@ __all__ = [
     "ring_layout",
     "row_buckets",
     "row_layout",
+    "row_numbers",
     "rows_of_sample",
     "split",
     "store_grad_of_bias",
@@ -452,9 +453,23 @@ def copy_next(ring, stage, history_ptr, samples, indices, start, end, C: gl.cons
 
 
 @gluon.jit
+def row_numbers(biases, n, visible):
+    """The numbers by which the rows ``n`` (int64) draw: their places, where these are given."""
+    numbers = n
+    if biases.places is not None:
+        numbers = gl.load(biases.places + n, mask=visible, other=0).to(gl.int64)
+    return numbers
+
+
+@gluon.jit
 def row_buckets(n, biases, chunk, C: gl.constexpr):
     """Buckets of position and age of the rows ``n`` of a chunk's sample."""
-    of_position = recency_bucket(chunk.length - 1 - n, C.P)
+    distance = chunk.length - 1 - n
+    if biases.places is not None:
+        end = gl.load(biases.ends + chunk.sample).to(gl.int64)
+        distance = end - 1 - row_numbers(biases, chunk.first + n, n < chunk.length)
+        distance = distance.to(gl.int32)
+    of_position = recency_bucket(distance, C.P)
     of_age = of_position
     if C.A > 0:
         time = gl.load(biases.timestamps + chunk.first + n, mask=n < chunk.length, other=0)
@@ -491,7 +506,7 @@ def load_bias(biases, first, of_position, of_age, n, r, visible, count, C: gl.co
         ptrs = biases.age_bias + (of_age * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     if biases.row_dropout is not None:
-        dropped = is_dropped(biases.row_dropout, first + n)
+        dropped = is_dropped(biases.row_dropout, row_numbers(biases, first + n, visible))
         bias = gl.where(dropped & mask, -float("inf"), bias)
     return bias
 

@@ -23,7 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from torchrec_jagged_attn.kernels.common.gluon import as_rows, products_by_warpgroup
 from torchrec_jagged_attn.kernels.common.tma import copy_out
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
-from torchrec_jagged_attn.kernels.target.warp_combine import combine_queries, is_last_chunk
+from torchrec_jagged_attn.kernels.target.warp_combine import (
+    combine_queries,
+    is_last_chunk,
+    load_grad_lse,
+)
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     LN2,
     LOG2E,
@@ -33,6 +37,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     query_draws,
     row_buckets,
     row_layout,
+    row_numbers,
     split,
     weights_and_slopes,
 )
@@ -84,7 +89,7 @@ def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs
+    outputs,  # Outputs
     grads,  # Gradients
     sums,  # Sums
     samples,  # Samples
@@ -137,6 +142,9 @@ def backward_kernel(
         out += load_rows(outputs.residual, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
         delta = gl.convert_layout(gl.sum(grad_out * out, 1), by_query)[None, :]
         r = gl.arange(0, C.BLOCK_R, by_query)
+        grad_lse = load_grad_lse(outputs, row, count, r)
+        if grad_lse is not None:
+            delta -= grad_lse[None, :]
         maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)
         inverse = gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
         shift = (maximum * LOG2E - gl.log2(inverse))[None, :]  # weights beyond count are zero
@@ -165,11 +173,14 @@ def backward_kernel(
             BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
             if BY_ROW or C.P + C.A > 0:
                 scores = add_biases(scores, biases, start, chunk, count, C)
-            numbers = (chunk.first + n)[:, None]
+            numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = gl.where(visible, gl.exp2(scores - shift), 0.0)
-                ds = gl.where(alone, 0.0, p * (dp - delta))
+                of_alone = 0.0
+                if grad_lse is not None:
+                    of_alone = p * grad_lse[None, :]
+                ds = gl.where(alone, of_alone, p * (dp - delta))
             else:
                 p, slope = weights_and_slopes(scores * LN2, C.SCORE, False)
                 p = gl.where(visible, p, 0.0)

@@ -34,6 +34,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     drop_weights,
     find_listed_chunk,
     query_draws,
+    row_numbers,
     weights_and_slopes,
 )
 from torchrec_jagged_attn.kernels.target.warpgroup_parts import (
@@ -65,7 +66,7 @@ def _raise_shift(scores, shift, total, acc):
 def forward_kernel(
     query_ptr,  # [rows, D]
     biases,  # arguments.Biases
-    outputs,  # arguments.TargetOutputs; ``residual`` is None where nobody asks
+    outputs,  # Outputs; ``residual`` is None where nobody asks
     sums,  # Sums
     samples,  # Samples
     history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
@@ -124,7 +125,7 @@ def forward_kernel(
             if BY_ROW or C.P + C.A > 0:
                 scores = add_biases(scores, biases, start, chunk, count, C)
             scores = gl.where(visible, scores, -float("inf"))
-            numbers = (chunk.first + n)[:, None]
+            numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
             if C.SCORE == "softmax":
                 below = scores - shift[None, :]
                 p = gl.exp2(below)

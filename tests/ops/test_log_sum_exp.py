@@ -1,0 +1,287 @@
+"""Outputs and log-sum-exps of target attention, and attention over parts of rows merged by them."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from tests.fixtures import skip_unless_supported
+from tests.ops.test_target_attention import arguments_of, draw_prior_weights, inputs_of
+from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
+from torchrec_jagged_attn.ops.target_attention import call_target_attention
+from torchrec_jagged_attn.ops.target_attention import target_attention_with_lse as attend_with_lse
+from torchrec_jagged_attn.testing import Case, assert_matches_oracle, offsets_of
+from torchrec_jagged_attn.testing.oracles import ScoreBiases, recency_bias_oracle
+
+CPU = torch.device("cpu")
+SCALE = 0.25
+LENGTHS = [700, 0, 3, 64, 1, 5]  # no row of the 64 counts, where there are prior weights
+FEWER = [40, 0, 3, 20, 1]
+
+
+def joined(out, lse):
+    """One tensor of both, for :func:`assert_matches_oracle`."""
+    return torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
+
+
+def attend(**inputs):
+    return joined(*attend_with_lse(arguments_of(inputs, scale=SCALE)))
+
+
+def attend_by_owner(owners, **inputs):
+    """Merged from attention over the rows of each owner."""
+    num_samples = inputs["offsets"].numel() - 1
+    samples = torch.repeat_interleave(
+        torch.arange(num_samples, device=owners.device), inputs["offsets"].diff()
+    )
+    outs, lses = [], []
+    for owner in range(4):
+        own = (owners == owner).nonzero().flatten()
+        lengths = torch.bincount(samples[own], minlength=num_samples)
+        of_rows = {
+            name: inputs[name][own]
+            for name in ("history", "bias", "timestamps", "indices")
+            if name in inputs and not (name == "history" and "indices" in inputs)
+        }
+        args = arguments_of(
+            inputs | of_rows,
+            offsets=offsets_of(lengths, torch.int64, owners.device),
+            places=own.to(inputs["offsets"].dtype),
+            ends=inputs["offsets"][1:],
+            scale=SCALE,
+        )
+        out, lse = attend_with_lse(args)
+        outs.append(out)
+        lses.append(lse)
+    stacked = torch.stack(lses)
+    empty = (stacked == -torch.inf).all(0)
+    weights = torch.softmax(stacked.masked_fill(empty, 0), 0)
+    lse = torch.logsumexp(stacked.masked_fill(empty, 0), 0).masked_fill(empty, -torch.inf)
+    return joined((torch.stack(outs) * weights.unsqueeze(-1)).sum(0), lse)
+
+
+def oracle(
+    query, history, offsets, query_offsets=None, indices=None, bias=None, position_bias=None,
+    age_bias=None, timestamps=None, request_time=None, row_dropout=None, dropout=None,
+    *, factors,
+):  # fmt: skip
+    """Sample by sample, over the rows that count."""
+    shape, num_rows = query.shape, int(offsets[-1])
+    if query_offsets is None:
+        shape = (offsets.numel() - 1, *shape[1:])
+        query = query.expand(shape).flatten(0, 1)
+        query_offsets = torch.arange(shape[0] + 1) * shape[1]
+    if indices is not None:
+        history = history[indices]
+    prior = bias if bias is not None and bias.dim() == 1 else None
+    seen = torch.ones(num_rows, dtype=torch.bool, device=history.device)
+    if prior is not None:
+        bias, seen = None, prior > 0
+    if row_dropout is not None:
+        seen = seen & ~dropped_rows(row_dropout, num_rows)
+    added = recency_bias_oracle(
+        offsets, ScoreBiases(bias, position_bias, age_bias, timestamps, request_time)
+    )
+    if prior is not None:
+        logs = prior.masked_fill(~seen, 1).log().unsqueeze(1)
+        added = logs if added is None else added + logs
+    outs = []
+    for (q_begin, q_end), (begin, end) in zip(
+        itertools.pairwise(query_offsets.tolist()),
+        itertools.pairwise(offsets.tolist()),
+        strict=True,
+    ):
+        rows = begin + seen[begin:end].nonzero().flatten()
+        q_THD, x_ND = query[q_begin:q_end], history[rows]
+        if not q_THD.numel() or not rows.numel():
+            out = torch.zeros_like(q_THD)
+            outs.append(joined(out, torch.full_like(out[..., 0], -torch.inf)))
+            continue
+        scores_THN = (q_THD.flatten(0, 1) @ x_ND.T).view(*q_THD.shape[:2], -1) * SCALE
+        if added is not None:
+            scores_THN = scores_THN + added[rows].T
+        largest = [[[max(row)] for row in heads] for heads in scores_THN.detach().tolist()]
+        largest = torch.tensor(largest, dtype=torch.float64, device=history.device)
+        lse_TH = (scores_THN - largest).exp().sum(2).log() + largest[..., 0]
+        p_THN = torch.softmax(scores_THN, 2)
+        if factors is not None:
+            p_THN = p_THN * factors[q_begin:q_end, :, rows]
+        outs.append(joined((p_THN.flatten(0, 1) @ x_ND).view(q_THD.shape), lse_TH))
+    return torch.cat(outs).view(*shape[:-1], -1)
+
+
+def make_inputs(
+    device, dtype, num_targets=1, num_heads=2, others="", lengths=LENGTHS, width=16, layout="own"
+):
+    """Inputs of float dtypes, and what else a call takes. ``others`` has words for the latter."""
+    skip_unless_supported(Case("lse", 5, 300, 2, width, dtype=dtype), device)
+    inputs = inputs_of(lengths, device, dtype, num_heads, num_targets, width)
+    num_rows, generator = sum(lengths), torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        of_sample = torch.tensor([num_targets + 2, 1, 0, *[num_targets] * (len(lengths) - 3)])
+        inputs["query_offsets"] = offsets_of(of_sample, torch.int64, device)
+        inputs["query"] = draw(int(of_sample.sum()), num_heads, width)
+    if "bias" not in others:
+        del inputs["bias"]
+    if "prior" in others:
+        inputs["bias"] = draw_prior_weights(lengths, device, dtype)
+    if "tables" in others:
+        inputs["position_bias"], inputs["age_bias"] = draw(30, num_heads), draw(60, num_heads)
+        inputs["timestamps"] = (14 * torch.rand(num_rows, generator=generator)).exp().long()
+        inputs["timestamps"] = inputs["timestamps"].to(device)
+        inputs["request_time"] = torch.full([len(lengths)], 10**6, device=device)
+    if "indices" in others:  # some rows at one place, some at several
+        inputs["indices"] = torch.randint(num_rows, [num_rows], generator=generator).to(device)
+    if "drops" in others:
+        inputs["row_dropout"] = torch.tensor([5, 2**30], device=device)
+        inputs["dropout"] = torch.tensor([7, 2**30], device=device)
+    return inputs
+
+
+def oracle_of(inputs):
+    """``oracle``, with what ``dropout`` makes of weights."""
+    factors, query, num_samples = None, inputs["query"], inputs["offsets"].numel() - 1
+    if "dropout" in inputs:
+        num_targets = query.shape[0] if query.dim() == 3 else num_samples * query.shape[1]
+        num_heads, num_rows = query.shape[-2], int(inputs["offsets"][-1])
+        r, n = (torch.arange(x, device=query.device) for x in (num_targets * num_heads, num_rows))
+        factors = weight_factors(inputs["dropout"], r, n).view(num_targets, num_heads, num_rows)
+    return functools.partial(oracle, factors=factors)
+
+
+def assert_right(inputs):
+    assert_matches_oracle(attend, oracle_of(inputs), inputs)
+
+
+def assert_merges(inputs, dtype=torch.int64):
+    """One of four owners has nothing."""
+    inputs["offsets"] = inputs["offsets"].to(dtype)
+    num_rows, device = int(inputs["offsets"][-1]), inputs["history"].device
+    generator = torch.Generator().manual_seed(2)
+    owners = torch.tensor([0, 1, 1, 3])[torch.randint(4, [num_rows], generator=generator)]
+    merge = functools.partial(attend_by_owner, owners.to(device))
+    assert_matches_oracle(merge, oracle_of(inputs), inputs)
+
+
+CASES = [  # of targets and heads, from one row of queries to more than a block has
+    ("own", 1, 1, torch.float32, ""),
+    ("own", 1, 1, torch.bfloat16, "prior tables"),
+    ("own", 1, 4, torch.float32, "prior tables drops"),
+    ("own", 1, 4, torch.float16, "bias tables"),
+    ("own", 4, 2, torch.float32, "bias indices"),
+    ("own", 4, 2, torch.float16, "tables drops indices"),
+    ("own", 9, 2, torch.float32, "prior tables drops"),
+    ("own", 9, 2, torch.float16, "prior tables indices"),
+    ("own", 10, 4, torch.float32, "tables"),
+    ("own", 10, 4, torch.float16, "prior tables drops"),
+    ("own", 40, 2, torch.float16, "prior"),
+    ("shared", 9, 2, torch.bfloat16, "tables"),
+    ("jagged", 9, 2, torch.float32, "bias tables drops"),
+    ("jagged", 1, 2, torch.float16, "prior indices"),
+]
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+@pytest.mark.parametrize(("layout", "num_targets", "num_heads", "dtype", "others"), CASES, ids=str)
+def test_right(layout, num_targets, num_heads, dtype, others, device):
+    assert_right(make_inputs(device, dtype, num_targets, num_heads, others, layout=layout))
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+@pytest.mark.parametrize(("layout", "num_targets", "num_heads", "dtype", "others"), CASES, ids=str)
+def test_owners_of_rows(layout, num_targets, num_heads, dtype, others, device):
+    """As if one had them all, and with the same draws."""
+    inputs = make_inputs(device, dtype, num_targets, num_heads, others, FEWER, layout=layout)
+    assert_merges(inputs, torch.int32 if "bias" in others else torch.int64)
+
+
+@pytest.mark.parametrize("num_targets", [1, 20])
+def test_owners_of_long_samples(num_targets, device):
+    """Each cuts its rows into chunks."""
+    lengths = [2500, 0, 1400]
+    assert_merges(make_inputs(device, torch.float32, num_targets, 2, "prior tables", lengths))
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_far_scores(num_targets, device):
+    """Exponentials of which fp32 does not hold."""
+    for added in (-2000.0, 2000.0):
+        inputs = make_inputs(device, torch.float32, num_targets, 2, "bias", FEWER)
+        inputs["bias"] += added
+        assert_right(inputs)
+
+
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_without_a_gradient(num_targets, device):
+    inputs = make_inputs(device, torch.float16, num_targets, 2, "prior tables", FEWER)
+    args = arguments_of(inputs, scale=SCALE)
+    out, lse = attend_with_lse(args)
+    for x, expected in zip(
+        attend_with_lse(args._replace(for_backward=False)), (out, lse), strict=True
+    ):
+        assert torch.equal(x, expected)
+    assert torch.equal(out, call_target_attention(*args))
+
+
+@pytest.mark.parametrize("num_targets", [1, 9])
+def test_gradient_of_one_alone(num_targets, device):
+    """The other's is zero; NaN of a log-sum-exp that is -inf counts nothing."""
+    inputs = make_inputs(device, torch.float32, num_targets, 2, "prior", FEWER)
+    inputs = {name: x.requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
+    leaves = [inputs[name] for name in ("query", "history", "bias")]
+    out, lse = attend_with_lse(arguments_of(inputs, scale=SCALE))
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    grad_lse = grad_lse.masked_fill(lse == -torch.inf, torch.nan)
+    assert grad_lse.isnan().any()
+    of_out, of_lse, of_both = (
+        torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+        for outputs, grads in (
+            (out, grad_out), (lse, grad_lse), ((out, lse), (grad_out, grad_lse)),
+        )
+    )  # fmt: skip
+    for one, other, both in zip(of_out, of_lse, of_both, strict=True):
+        torch.testing.assert_close(one + other, both)
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+@pytest.mark.parametrize("others", ["prior tables drops", "bias tables drops indices"])
+@pytest.mark.reference
+def test_gradcheck(others):
+    inputs = make_inputs(CPU, torch.float64, 2, 2, others, [5, 0, 1, 4, 2], width=3)
+    inputs["bias"] = inputs["bias"].abs() + 0.1  # prior weights of zero are at an edge
+    names = [name for name, x in inputs.items() if x.is_floating_point()]
+
+    def function(*leaves):
+        given = inputs | dict(zip(names, leaves, strict=True))
+        given |= {"places": torch.arange(12) * 7 % 12, "ends": torch.tensor([12, 30, 40, 50, 60])}
+        out, lse = attend_with_lse(arguments_of(given, scale=SCALE))
+        return out, lse.masked_fill(lse == -torch.inf, 0)
+
+    torch.autograd.gradcheck(function, [inputs[name].requires_grad_() for name in names])
+
+
+def test_errors(device):
+    inputs = make_inputs(device, torch.float32, others="tables", lengths=FEWER)
+    places, ends = torch.arange(64, device=device), inputs["offsets"][1:]
+
+    def refuses(match, error=ValueError, **others):
+        with pytest.raises(error, match=match):
+            attend_with_lse(arguments_of(inputs, **others))
+
+    refuses("score must be \"softmax\" for log-sum-exps, got 'silu'", score="silu")
+    refuses("places and ends must be given together, got places alone", places=places)
+    refuses("places and ends must be given together, got ends alone", ends=ends)
+    refuses(r"places must have shape \[N\]", places=places[:3], ends=ends)
+    refuses(r"ends must have shape \[B\]", places=places, ends=ends[:3])
+    refuses("ends must be torch.int64 as places is", TypeError, places=places, ends=ends.int())
+    refuses(
+        "request_time must be given with places and timestamps, got None",
+        places=places, ends=ends, request_time=None,
+    )  # fmt: skip
