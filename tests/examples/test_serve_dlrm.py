@@ -40,6 +40,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from train_dlrm import build_model
 
 from tests.processes import run_script
+from tests.runs import assert_same_run
 from tests.torchrec.two_ranks import make_batch, make_model
 
 logging.disable(logging.NOTSET)  # which the examples turn off
@@ -97,10 +98,12 @@ def in_fp64(run: Path, scorer: Scorer) -> Server:
     return Server(lambda dense, *ids: exact(dense.double(), *ids), Requests(features, CPU))
 
 
+NUM_TERMS = 400 + 40  # inputs of all layers, and rows of a history
+
+
 def assert_scores(scores: Sequence[np.ndarray], exact: Server, batch: list[dict]) -> None:
-    """Probabilities, whose errors are those of the logits in fp32."""
     expected = np.concatenate(exact.scores(batch))
-    np.testing.assert_allclose(np.concatenate(scores), expected, rtol=0, atol=1e-4)
+    assert_same_run(np.concatenate(scores), expected, num_terms=NUM_TERMS)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -133,7 +136,7 @@ def test_a_request_scores_as_its_candidates_do_in_training(run: Path, shape: str
     dense = torch.tensor(dense, dtype=torch.float32)
     with torch.no_grad():
         expected = trained.double()(dense.double(), batch).squeeze(1).sigmoid()
-    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-4)
+    assert_same_run(scores, expected, num_terms=NUM_TERMS)
 
 
 def test_a_batch_scores_as_its_requests_do(run: Path):
@@ -175,7 +178,7 @@ def test_an_explained_output_is_the_sum_of_its_events(run: Path):
     ((history, out),) = attended
     columns = history.values().unflatten(1, (attention.num_heads, -1))
     sums = torch.einsum("lch,lhd->chd", weights, columns).flatten(1)
-    torch.testing.assert_close(sums, out[:-1])  # the last one is nobody's
+    assert_same_run(sums, out[:-1], num_terms=len(columns))  # the last one is nobody's
 
 
 @pytest.mark.parametrize("tables", ["fp32", "int8"])
@@ -312,7 +315,7 @@ def test_compiled_with_a_collection_of_samples(
         scores, actual = compiled(*batch)
         own = scores[: len(request["candidates"])].cpu().numpy()
         assert_scores([own], exact, [request])
-        torch.testing.assert_close(actual, of_samples)
+        assert_same_run(actual, of_samples, num_terms=NUM_TERMS)
 
 
 TRITON_STUB = """

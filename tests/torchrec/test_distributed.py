@@ -21,6 +21,7 @@ from tests.torchrec.two_ranks import (
     NUM_STEPS,
     OPTIMIZERS,
     STEPS_OF_EQUAL_BATCHES,
+    assert_same_run,
     batches,
     full_state_dict,
     load,
@@ -169,7 +170,7 @@ def means_on_a_grid(device: torch.device) -> tuple[Tensor, Tensor]:
 @pytest.mark.xfail(raises=AssertionError, strict=True, reason="they come out as sums")
 def test_upstream_means_of_bags_on_a_grid(tmp_path: Path):
     for actual, mean in run_two_hosts(means_on_a_grid, tmp_path, "gloo", ranks_of_host=1):
-        torch.testing.assert_close(actual, mean)
+        assert_same_run(actual, mean, num_terms=2)
 
 
 def assert_equal_training(
@@ -182,19 +183,14 @@ def assert_equal_training(
     for rank, results in enumerate(ranks):
         for step, (loss, logits) in enumerate(results["steps"]):
             losses, all_logits = expected[step]
-            assert_near(loss, losses[rank], f"{what}, loss of rank {rank} in {step}")
-            assert_near(logits, all_logits[rank], f"{what}, logits of {rank} in {step}")
+            for name, x, y in (("loss", loss, losses[rank]), ("logits", logits, all_logits[rank])):
+                of_step = f"{what}, {name} of rank {rank} in {step}"
+                assert_same_run(x, y, num_steps=step + 1, name=of_step)
         assert len(results["steps"]) == len(expected)
     state, after = ranks[0]["state"], model.state_dict()
     assert state.keys() == after.keys()
     for name, value in after.items():
-        assert_near(state[name], value, f"{what}, {name}")
-
-
-def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
-    torch.testing.assert_close(
-        actual.detach().cpu(), expected.detach().cpu(), msg=lambda m: f"{what}: {m}"
-    )
+        assert_same_run(state[name], value, num_steps=len(expected), name=f"{what}, {name}")
 
 
 def train_with_reordered_keys(device: torch.device) -> list[list[Tensor]]:
@@ -222,7 +218,7 @@ def train_with_reordered_keys(device: torch.device) -> list[list[Tensor]]:
 def test_keys_come_in_any_order(tmp_path: Path, backend: str):
     for first, *others in run_ranks(train_with_reordered_keys, tmp_path, backend):
         for other in others:  # by row, bags are added up in another order
-            torch.testing.assert_close(other, first)
+            assert_same_run(other, first)
 
 
 def train_from_meta(device: torch.device) -> dict[str, Any]:
@@ -241,7 +237,7 @@ def test_model_built_on_the_meta_device(tmp_path: Path, backend: str):
     assert state.keys() == make_model().state_dict().keys()
     for name, value in make_model().state_dict().items():
         if f"{attention}.recency_bias" in name or f"{attention}.q_proj" in name:
-            torch.testing.assert_close(state[name], value)  # the GPU's exp2 is not the CPU's
+            assert_same_run(state[name], value, num_terms=1)  # the GPU's exp2 is not the CPU's
         elif "embedding" in name and "attentions" not in name:
             assert abs(state[name].std() - 1) < 0.2, name  # by init_fn
     for rank in ranks:

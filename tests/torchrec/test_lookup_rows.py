@@ -27,6 +27,7 @@ from tests.torchrec.test_options import with_equal_samples_once
 from tests.torchrec.test_requests import REQUESTS, make_requests
 from tests.torchrec.two_ranks import (
     NUM_STEPS,
+    assert_same_run,
     collection_of,
     dense_optimizer,
     full_state_dict,
@@ -336,10 +337,11 @@ def test_trains_as_with_all_copies(ranks: list[dict[str, list[tuple]]], case: st
     for results in ranks:
         (expected, state, _), *others = results[case]
         for logits, of_once, _ in others:
-            torch.testing.assert_close(logits, expected)
+            for step, (actual, of_all) in enumerate(zip(logits, expected, strict=True), 1):
+                assert_same_run(actual, of_all, num_steps=step)
             assert of_once.keys() == state.keys()
             for name, value in state.items():
-                torch.testing.assert_close(of_once[name], value, msg=lambda m: f"{name}: {m}")  # noqa: B023
+                assert_same_run(of_once[name], value, num_steps=NUM_STEPS, name=name)
 
 
 @pytest.mark.parametrize("case", CASES)

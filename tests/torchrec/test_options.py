@@ -28,6 +28,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from tests.torchrec.two_ranks import (
     NUM_STEPS,
+    assert_same_run,
     collection_of,
     dense_optimizer,
     load,
@@ -306,6 +307,9 @@ REFUSED = {
 }
 
 
+assert_same_losses = functools.partial(assert_same_run, num_steps=None)
+
+
 def losses_by_rank(trained: tuple[str, list[dict]], option: str) -> Tensor:
     """``[ranks, steps]``."""
     backend, ranks = trained
@@ -336,7 +340,7 @@ AS_PLAIN = [
 def test_trains_as_the_plain_model(trained, option: str):
     losses = losses_by_rank(trained, option)
     expected = losses_by_rank(trained, "plain")[:, : losses.shape[1]]
-    torch.testing.assert_close(losses, expected)
+    assert_same_losses(losses, expected)
 
 
 @pytest.mark.parametrize("model", ["", "is_weighted, max_history, ", "history_codes, "])
@@ -350,14 +354,14 @@ def test_weighted_newest_rows(trained):
     losses = losses_by_rank(trained, "is_weighted, max_history")
     device = torch.device("cpu" if backend == "gloo" else "cuda")
     model = make_model(**WEIGHTED).to(device)
-    torch.testing.assert_close(losses, unsharded(model, backend, device, "RowWiseAdagrad"))
+    assert_same_losses(losses, unsharded(model, backend, device, "RowWiseAdagrad"))
 
 
 def test_encoder_layers_of_a_window(trained):
     backend, _ = trained
     losses = losses_by_rank(trained, "encoder layers of a window")
     device = torch.device("cpu" if backend == "gloo" else "cuda")
-    torch.testing.assert_close(losses, unsharded(make_model(**ENCODED).to(device), backend, device))
+    assert_same_losses(losses, unsharded(make_model(**ENCODED).to(device), backend, device))
 
 
 def test_histories_of_codes(trained):
@@ -368,7 +372,7 @@ def test_histories_of_codes(trained):
     expected = unsharded(model, backend, device)
     for name, value in model.named_parameters():
         assert not torch.equal(value, before[name]), name
-    torch.testing.assert_close(losses_by_rank(trained, "history_codes"), expected)
+    assert_same_losses(losses_by_rank(trained, "history_codes"), expected)
 
 
 def test_batch_sizes_that_vary_without_inverse_indices_are_refused(trained):
@@ -406,7 +410,7 @@ def test_lookups_in_half_precision(trained, option: str):
 
     collection.embedding_collections["8"].register_forward_hook(round_sequences)
     collection.embedding_bag_collection.register_forward_hook(round_bags)
-    assert_losses_near(losses, unsharded(model, backend, device), dtype)
+    assert_same_losses(losses, unsharded(model, backend, device), dtype=dtype)
 
 
 TABLES = {
@@ -425,7 +429,7 @@ def test_tables_in_half_precision(trained, option: str):
     )
     model = make_model(data_type=data_type).to(device)
     # FBGEMM rounds what tables learn by chance, so that only the first loss is known.
-    assert_losses_near(losses[:, :1], unsharded(model, backend, device)[:, :1], dtype)
+    assert_same_losses(losses[:, :1], unsharded(model, backend, device)[:, :1], dtype=dtype)
     assert losses.isfinite().all()
 
 
@@ -434,7 +438,7 @@ def test_autocast(trained):
     device = torch.device("cpu" if backend == "gloo" else "cuda")
     with torch.autocast(device.type, torch.bfloat16):
         expected = unsharded(make_model().to(device), backend, device)
-    assert_losses_near(losses_by_rank(trained, "autocast"), expected, torch.bfloat16)
+    assert_same_losses(losses_by_rank(trained, "autocast"), expected, dtype=torch.bfloat16)
 
 
 def unsharded(
@@ -443,10 +447,6 @@ def unsharded(
     """Losses ``[ranks, steps]`` of one process."""
     steps = train_unsharded(model, optimizer, world_size(backend), device)
     return torch.tensor([[float(loss) for loss in losses] for losses, _ in steps]).T
-
-
-def assert_losses_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(actual, expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from tests.torchrec.two_ranks import (
     NUM_IDS,
     NUM_STEPS,
     OPTIMIZERS,
+    assert_same_run,
     collection_of,
     dense_optimizer,
     full_state_dict,
@@ -220,13 +221,13 @@ def test_trained_as_candidates_that_are_samples(tmp_path: Path, backend: str):
         for rank, results in enumerate(ranks):
             for step, expected in enumerate(logits):
                 actual = results[case]["logits"][step]
-                torch.testing.assert_close(actual, expected[rank], msg=lambda m: f"{case}: {m}")  # noqa: B023
+                assert_same_run(actual, expected[rank], num_steps=step + 1, name=case)
                 assert torch.equal(results[case]["pipelined logits"][step], actual), case
         state = ranks[0][case]["state"]
         assert state.keys() == before.keys()
         for name, value in model.state_dict().items():
             assert not torch.equal(value, before[name]), f"{name} was not trained"
-            torch.testing.assert_close(state[name], value.cpu(), msg=lambda m: f"{case}: {m}")  # noqa: B023
+            assert_same_run(state[name], value, num_steps=NUM_STEPS, name=f"{case}, {name}")
             assert torch.equal(ranks[0][case]["pipelined state"][name], state[name]), name
 
 

@@ -1,6 +1,7 @@
 """A DLRM with attention on two ranks: what the tests of distributed training share."""
 
 import datetime
+import functools
 import gc
 import os
 import random
@@ -29,6 +30,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests import runs
 from tests.processes import start_method
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
@@ -81,6 +83,9 @@ class LazyAdam(torch.optim.Adam):
         state = self.state[table]
         return [table, state["exp_avg"], state["exp_avg_sq"]]
 
+
+# Layers have about 90 inputs, histories 7 rows, all ranks 10 samples; gradients have as many.
+assert_same_run = functools.partial(runs.assert_same_run, num_terms=200)
 
 # Fused into the lookups of a sharded table, and what an unsharded one learns by.
 OPTIMIZERS = {
