@@ -33,38 +33,31 @@ def fitted(*events, **options):
     return relevance
 
 
+def newton_step(coefficients, dwell, converted):
+    """To the most likely coefficients, and standard errors, by the curvature of the likelihood."""
+    x = torch.stack([torch.ones_like(dwell), dwell.log1p()], 1).double()
+    p = torch.sigmoid(x @ coefficients.double())
+    covariance = torch.linalg.inv((p * (1 - p)).unsqueeze(1).mul(x).T @ x)
+    return covariance @ (x.T @ (converted.double() - p)), covariance.diagonal().sqrt()
+
+
 def test_planted_coefficients_are_found(device):
     events = [x.to(device) for x in draw_events(200_000)]
     relevance = fitted(*events)
-    # Four standard errors of the least certain coefficient, by the curvature of the likelihood.
-    x = torch.stack([torch.ones_like(events[0]), events[0].log1p()], 1).cpu().double()
-    for s, surface in enumerate(PLANTED):
-        own = x[events[1].cpu() == s]
-        p = torch.sigmoid(own @ surface.double())
-        errors = torch.linalg.inv((p * (1 - p)).unsqueeze(1).mul(own).T @ own).diagonal().sqrt()
-        assert ((relevance.coefficients[s].cpu() - surface).abs() < 4 * errors).all()
+    dwell, surface, converted = (x.cpu() for x in events)
+    for s, expected in enumerate(PLANTED):
+        _, errors = newton_step(expected, dwell[surface == s], converted[surface == s])
+        assert ((relevance.coefficients[s].cpu() - expected).abs() < 4 * errors).all()
 
 
 def test_the_fit_is_that_of_logistic_regression():
-    """By PyTorch's L-BFGS, on the events themselves."""
+    """On the events themselves, but for what is lost in bins: of a standard error, a hundredth."""
     dwell, surface, converted = draw_events(5000)
-    own = surface == 0
-    dwell, surface, converted = dwell[own], surface[own], converted[own]
     relevance = Relevance(1, num_bins=4096, prior=1e-6)
-    relevance.update(dwell, surface, converted)
+    relevance.update(dwell, surface * 0, converted)
     relevance.fit()
-    w = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([w], max_iter=200, line_search_fn="strong_wolfe")
-
-    def loss():
-        optimizer.zero_grad()
-        scores = w[0] + w[1] * dwell.double().log1p()
-        value = torch.nn.functional.binary_cross_entropy_with_logits(scores, converted.double())
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-    torch.testing.assert_close(relevance.coefficients[0].double(), w.detach(), atol=2e-3, rtol=0)
+    step, errors = newton_step(relevance.coefficients[0], dwell, converted)
+    assert torch.all(step.abs() < errors / 100)
 
 
 def test_batches_and_their_order_change_nothing(device):
@@ -94,9 +87,9 @@ def test_a_surface_without_events_has_what_all_have():
     relevance = Relevance(4)
     relevance.update(dwell, surface * 0, converted)
     relevance.fit()
-    torch.testing.assert_close(
-        relevance.coefficients[3], relevance.coefficients[0], atol=0.05, rtol=0
-    )
+    for s in (0, 3):  # the prior moves both by less than a quarter of a standard error
+        step, errors = newton_step(relevance.coefficients[s], dwell, converted)
+        assert torch.all(step.abs() < errors / 4)
     assert torch.equal(relevance.coefficients[3], relevance.coefficients[1])
 
 
@@ -170,7 +163,7 @@ def test_attributes_are_ranked():
     attributes = torch.stack([other, weaker, noisy, noisy * 3], 1)
     chosen, worths = rank_attributes(attributes, label, 3)
     assert chosen == [2, 3, 1]
-    assert worths[0] == pytest.approx(worths[1])
+    assert worths[0] == worths[1]
     assert worths[1] > worths[2]
     apart, _ = rank_attributes(attributes, label, 2, min_redundancy=True)
     assert apart == [2, 1]

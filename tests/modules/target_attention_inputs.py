@@ -87,6 +87,17 @@ def projected(embed_dim, num_heads, **options):
     return JaggedTargetAttention(embed_dim, num_heads, value_projection=True, **options)
 
 
+def assert_same_uniform(ours, theirs):
+    """Two draws of ``n`` from one uniform distribution about zero.
+
+    The largest is within ``16 / n`` of its end but for a probability of ``exp(-16)``; the standard
+    deviation has a relative standard error of ``1 / √(5 n)``, of which four, of both, are allowed.
+    """
+    n = ours.numel()
+    torch.testing.assert_close(ours.abs().max(), theirs.abs().max(), rtol=16 / n, atol=0)
+    torch.testing.assert_close(ours.std(), theirs.std(), rtol=4 * (2 / (5 * n)) ** 0.5, atol=0)
+
+
 def attend_by_sample(
     module,
     *,
