@@ -169,6 +169,11 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def summed(function):
+    """The sum of what ``function`` returns, whose gradient has strides of 0."""
+    return lambda **inputs: function(**inputs).sum()
+
+
 def opcheck(op: torch._ops.OpOverload, arguments: tuple) -> None:
     """``torch.library.opcheck``; interpreted, gradients are not traced, which is alike with any
     kernels, but taken, and finite.

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchrec_jagged_attn
+from tests.runs import assert_same_run
 from torchrec_jagged_attn import array_jagged_bmm_jagged_out, select_rows, take_rows
 
 LENGTHS = [3, 0, 5, 4]
@@ -115,6 +116,12 @@ def in_each_order(x):
         yield x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
 
 
+def assert_same(actual, expected):
+    """But for the order of sums, of which gradients of shared queries have the longest."""
+    for x, y in zip(actual, expected, strict=True):
+        assert_same_run(x, y, num_terms=12 * 8, dtype=x.dtype)
+
+
 @EVERY_OP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_axes_in_any_order(name, dtype, device):
@@ -127,9 +134,9 @@ def test_axes_in_any_order(name, dtype, device):
     for key in operands:
         for x in in_each_order(operands[key]):
             actual = run(name, operands | {key: x}, others, grad_out)
-            torch.testing.assert_close(actual, expected)
+            assert_same(actual, expected)
     for grad in in_each_order(grad_out):
-        torch.testing.assert_close(run(name, operands, others, grad), expected)
+        assert_same(run(name, operands, others, grad), expected)
 
 
 def of_autocast(name, dtypes):
@@ -186,7 +193,7 @@ def test_compiled_under_autocast(name):
     compiled = torch.compile(function_of(name), backend="aot_eager", fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         out = compiled(**operands, **others)
-        torch.testing.assert_close(out, function_of(name)(**operands, **others))
+        torch.testing.assert_close(out, function_of(name)(**operands, **others), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

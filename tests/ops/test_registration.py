@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.runs import assert_same_run
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.ops import (
     jagged_dense_add,
@@ -139,7 +140,7 @@ def test_compiled_autograd_makes_one_graph(function, leaves):
     out = function(leaves).sum()
     with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
         out.backward()
-    torch.testing.assert_close([leaf.grad for leaf in leaves], expected)
+    torch.testing.assert_close([leaf.grad for leaf in leaves], expected, rtol=0, atol=0)
 
 
 def attend_flash(leaves):
@@ -205,9 +206,10 @@ def test_transforms_take_gradients(function, leaves):
     expected = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     inputs = [leaf.detach() for leaf in leaves]
     grads = torch.func.grad(loss_of(function), (0, 1))(*inputs)
-    torch.testing.assert_close(grads, expected)  # kernels may differ by the strides that they get
     loss, pull_back = torch.func.vjp(loss_of(function), *inputs)
-    torch.testing.assert_close(pull_back(torch.ones_like(loss)), expected)
+    for others in (grads, pull_back(torch.ones_like(loss))):
+        for grad, of_plain in zip(others, expected, strict=True):
+            assert_same_run(grad, of_plain, num_terms=100)  # kernels may differ by strides
 
 
 @pytest.mark.parametrize(

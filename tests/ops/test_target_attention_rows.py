@@ -234,17 +234,13 @@ def test_one_target_has_the_bits_of_a_copy(dtype, device):
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_strided_rows_and_indices(num_targets, device):
     inputs = by_index([7, 0, 70], device, num_targets=num_targets)
-    grad_out = torch.randn_like(inputs["query"])
-    plain = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     buffer = torch.full((30, 37), torch.nan, device=device)
     buffer[5:25, 3:19] = inputs["history"]
     strided = inputs | {
         "history": buffer[5:25, 3:19],
         "indices": inputs["indices"].repeat_interleave(2)[::2],
     }
-    results = outputs_and_gradients(jagged_target_attention, strided, grad_out)
-    for name, expected in plain.items():
-        torch.testing.assert_close(results[name], expected)
+    assert_right(strided)
 
 
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
@@ -326,7 +322,9 @@ def test_compiles_once_for_all_batches(device):
     compiled = torch.compile(jagged_target_attention, backend=counter, fullgraph=True, dynamic=True)
     for num_rows, lengths in ((9, [3, 4, 1]), (7, [9, 0, 2, 5]), (30, [2, 30, 1, 5, 8])):
         inputs = by_index(lengths, device, num_rows=num_rows)
-        torch.testing.assert_close(compiled(**inputs), jagged_target_attention(**inputs))
+        torch.testing.assert_close(
+            compiled(**inputs), jagged_target_attention(**inputs), rtol=0, atol=0
+        )
     assert counter.frame_count == 1
 
 

@@ -778,7 +778,7 @@ def test_no_gradient(mode, device, monkeypatch):
     with mode(), must_replay(monkeypatch):
         out = attend(**leaves, **rest)
     assert not out.requires_grad
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", [of_target, of_transposed, of_rows])
