@@ -1,30 +1,32 @@
 """Time whole training steps of a DLRM whose histories are pooled by ours, by peers, or by a sum.
 
-    python benchmarks/end_to_end.py --mean 200 --csv end_to_end.csv
-    torchrun --nproc-per-node 2 benchmarks/end_to_end.py --mean 200 --csv end_to_end.csv
+    python benchmarks/end_to_end.py --csv end_to_end_gpus.csv
+    torchrun --nproc-per-node 2 benchmarks/end_to_end.py --csv end_to_end_gpus.csv
     python benchmarks/end_to_end.py --quick                     # tiny; always so without a GPU
 
 ``DistributedModelParallel``, fused RowWiseAdagrad, ``TrainPipelineSparseDist``; on GPUs NCCL,
 autocast and lookups in bf16. A batch has 26 pooled features of one id, an item and its histories,
 whose lengths are log-normal and clipped at four times their mean. With ``--candidates 32``, so many
-samples are candidates of one request, and have its histories and features. Some providers are rungs
-of a ladder, each with one optimization more. Adam is for all else than the tables. On several
-ranks, ``ours-balanced`` has the samples of the others, shared out such that all ranks have as many
-history rows in a step.
+samples are candidates of one request, and have its histories and features. On several ranks, the
+item table is sharded in each of the ways that ``--sharding`` names, the others are spread table by
+table. Adam is for all else than the tables.
 
-Output and gradients of each attention are first held against fp64. All providers go through the
-same batches, and look up the same tables. Peak memory has the tables in it, but not what the other
-providers hold. A step's time is the median of rounds, in which providers take turns: each batch
-once without being timed, then twice. Then some steps are profiled. GPU busy is the part of a step
-in which anything runs on the GPU, host is what remains of the step. The GPU's time is split by
-kernels: those launched inside of the attention, those of lookups by their names, communication,
-copies, and all that is dense, optimizer included. Communication waits for the slowest rank. History
-traffic of a step is counted: the ids of histories that lookups are sent, the rows that they give to
-attention, those of all keys where it reads them by index, and the gradients that come back.
+Output and gradients of each attention are first held against fp64. A model is made once for each
+provider and sharding, and goes through all mean lengths; all go through the same batches, and none
+shares its tables. A step's time is that of the slowest rank, in the median of rounds, in which
+models take turns: each batch once without being timed, then four times. Peak memory has the model's
+own tables in it, but not what the other models hold.
 
-What stands in the CSV is not measured again. A provider that ran out of memory beside the others is
-left for the next call of the same command, which then measures it alone, and the exit status is 1.
-On several GPUs it ends the run, and nothing of that run is written: name fewer providers.
+Bytes sent are those of all collectives in a step, in the mean of ranks, without what stays on its
+rank. Those that depend on the length of histories are what the same batches send beyond the newest
+event of each history; rows and their gradients are the part of them in floating point. Last, some
+steps are profiled on each rank. GPU busy is the part of the first rank's step in which anything
+runs on the GPU, host is what remains of the step, and the ten kernels that take most are named.
+Communication waits for the slowest rank.
+
+Figures are written as they come. What stands in the CSV is not measured again. A provider that ran
+out of memory beside the others is left for the next call of the same command, which then measures
+it alone, and the exit status is 1. On several GPUs it ends the run: name fewer providers.
 """
 
 from __future__ import annotations
@@ -34,12 +36,11 @@ import contextlib
 import gc
 import itertools
 import logging
-import os
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,10 @@ if __name__ == "__main__":  # TorchRec and FBGEMM say much about themselves
     warnings.simplefilter("ignore", FutureWarning)
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torchrec.datasets.utils import Batch
 
@@ -65,39 +67,44 @@ from end_to_end_models import (
     make_lengths,
     make_model,
     make_pipeline,
-    make_selection,
+    newest_events,
     process_group,
-    share_tables,
 )
-from end_to_end_peers import LADDER, PROVIDERS, check_attentions, in_a_line, replays_of
-from end_to_end_results import SIZES, add, ladder_table, matching, measured_with, step_table
-from end_to_end_trace import Trace, attentions_of, marked_attentions
+from end_to_end_peers import PROVIDERS, check_attentions, in_a_line, set_longest
+from end_to_end_results import SIZES, add, matching, measured_with, step_table
+from end_to_end_trace import SentBytes, Trace
+from model_specs import SHARDINGS, step_case
 from options import HelpFormatter, number, writable_file
 
-from torchrec_jagged_attn.replay import calls
+from torchrec_jagged_attn.modules.target_attention_arguments import check_target_heads
 
 LACKS_MEMORY = ("out of memory", "alloc_failed")  # of CUDA, and of its libraries
-BATCHES = {50: 16384, 200: 8192, 1000: 4096, 4000: 2048}
-"""Samples of a step, unless --batch says so: of this mean, or of the next smaller one."""
-QUICK = Sizes(5, 16, features=3, feature_rows=40, item_rows=60, width=32, heads=2,
+BATCHES = {200: 4096, 1000: 2048, 4000: 512}
+"""Samples of a step and rank, unless --batch says so: of this mean, or of the next smaller one."""
+QUICK = Sizes(5, 16, features=3, feature_rows=40, item_rows=60, width=32,
               dense=(16,), over=(16, 1))  # fmt: skip
-NUM_BATCHES = 8  # which steps go through again and again
-WARMUP = 3  # steps before all else
-STEPS_OF_ROUND = 2 * NUM_BATCHES
+DEFAULT = ("sum", "linear-varlen", "ours", "ours-value-projection", "ours-rows-travel")
+NUM_BATCHES = 4  # which steps go through again and again
+WARMUP = 4  # steps before all else: those ahead of a pipeline are of the batches before
+STEPS_OF_ROUND = 4 * NUM_BATCHES
 STEPS_TO_PROFILE = NUM_BATCHES
+KERNELS = 10  # that take most, which are written
+
+
+Key = tuple[str, str]
+"""A provider, and how the item table is sharded."""
 
 
 class Training:
     """The training of a model with one provider.
 
     Args:
-        known: tables that it shares with other trainings, see :func:`share_tables`; none if not
-            given.
+        sharding: of the item table.
 
     Attributes:
         rows_per_sample: of its histories, in the mean.
         peak_mib: memory of a step, without what the other trainings hold; 0 without a GPU.
-        times: milliseconds of a step, of each round.
+        times: milliseconds of a step, of each round of the sizes that it has now.
     """
 
     def __init__(
@@ -106,37 +113,45 @@ class Training:
         sizes: Sizes,
         device: torch.device,
         *,
-        known: dict[tuple, Tensor] | None = None,
+        sharding: str = SHARDINGS[0],
         cuda_graph: bool = False,
         num_batches: int = NUM_BATCHES,
         warmup: int = WARMUP,
     ) -> None:
-        self.name, self.sizes, self.on_gpu = name, sizes, device.type == "cuda"
-        self.provider = PROVIDERS[name]
+        self.name, self.sharding, self.device = name, sharding, device
+        self.on_gpu, self.provider = device.type == "cuda", PROVIDERS[name]
+        self.num_batches, self.warmup = num_batches, warmup
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
-        batches = make_batches(sizes, num_batches, device, dist.get_rank(), self.provider.batches)
-        lengths = [b.sparse_features[key].lengths() for b in batches for key in sizes.history_keys]
-        self.rows_per_sample = sizes.histories * torch.cat(lengths).double().mean().item()
         torch.manual_seed(0)
         model = make_model(self.provider, sizes)
         self.pipeline = make_pipeline(
-            self.provider, model, sizes.batch, device, cuda_graph=cuda_graph
+            self.provider, model, sizes.batch, device, sharding=sharding, cuda_graph=cuda_graph
         )
-        shared = 0 if known is None else share_tables(self.pipeline._model, known)
-        self.made = batches
+        self.use(sizes)
+        self.held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
+
+    def use(self, sizes: Sizes) -> None:
+        """Goes on with batches of other lengths, or another number of samples."""
+        self.sizes, self.times = sizes, []
+        set_longest(self.pipeline._model, CLIP * sizes.mean)
+        by_request = self.provider.by_request
+        self.made = make_batches(
+            sizes, self.num_batches, self.device, dist.get_rank(), by_request=by_request
+        )
+        lengths = [
+            b.sparse_features[key].lengths() for b in self.made for key in sizes.history_keys
+        ]
+        self.rows_per_sample = sizes.histories * torch.cat(lengths).double().mean().item()
+        self.go_through(self.made)
+
+    def go_through(self, batches: list[Batch]) -> None:
+        """Takes these batches from now on, once those ahead are through."""
         self.batches: Iterator[Batch] = itertools.cycle(batches)
-        self.times: list[float] = []
-        self.peak_mib = 0.0
-        self.run(warmup)
-        if self.on_gpu and warmup:
-            torch.cuda.reset_peak_memory_stats()
-            self.run(num_batches)
-            self.peak_mib = (torch.cuda.max_memory_allocated() - before + shared) / 2**20
+        self.run(self.warmup)
 
     def step(self) -> Tensor:
         """One step; its loss."""
-        autocast = torch.autocast("cuda", torch.bfloat16, enabled=self.on_gpu)
-        with autocast, replays_of(self.provider):
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.on_gpu):
             return self.pipeline.progress(self.batches)[0]
 
     def run(self, steps: int) -> float:
@@ -153,76 +168,85 @@ class Training:
         """Adds to ``times``."""
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the one before left there is none of its time
-        self.run(NUM_BATCHES)
-        self.times.append(self.run(STEPS_OF_ROUND) / STEPS_OF_ROUND * 1e3)
+        self.run(self.num_batches)
+        dist.barrier()
+        seconds = self.over_ranks(self.run(STEPS_OF_ROUND), dist.ReduceOp.MAX)
+        self.times.append(seconds[0] / STEPS_OF_ROUND * 1e3)
 
-    def history_traffic(self) -> float:
-        """Bytes of a step on this rank, in the mean of all batches; 0 without an attention."""
-        counted: list[int] = []
+    def over_ranks(self, values: Any, op: dist.ReduceOp.RedOpType) -> list[float]:
+        """Figures of all ranks as one."""
+        of_all = torch.atleast_1d(torch.tensor(values, device=self.device, dtype=torch.float64))
+        dist.all_reduce(of_all, op)
+        return of_all.tolist()
 
-        def count(_module: nn.Module, inputs: tuple, _keywords: dict[str, Any]) -> None:
-            rows = inputs[1].values()
-            counted.append(rows.nbytes)
-            rows.register_hook(lambda grad: counted.append(grad.nbytes))
+    def sent_bytes(self) -> list[float]:
+        """Bytes of a step in the mean of ranks: all, those that depend on the length of histories,
+        and of these the ones in floating point."""
+        counted = []
+        for batches in ([newest_events(batch) for batch in self.made], self.made):
+            self.go_through(batches)
+            with SentBytes() as sent:
+                self.run(len(batches))
+            counted.append((sent.total / len(batches), sent.floats / len(batches)))
+        (short, short_floats), (total, floats) = counted
+        length = self.rows_per_sample / self.sizes.histories
+        share = length / (length - 1)  # what rows send is in proportion to them
+        figures = [total, (total - short) * share, (floats - short_floats) * share]
+        return [x / dist.get_world_size() for x in self.over_ranks(figures, dist.ReduceOp.SUM)]
 
-        attentions = [*itertools.chain.from_iterable(attentions_of(self.pipeline._model))]
-        hooks = [x.register_forward_pre_hook(count, with_kwargs=True) for x in attentions]
-        self.run(len(self.made))
-        for hook in hooks:
-            hook.remove()
-        keys = self.sizes.history_keys if attentions else []
-        selection = make_selection(self.provider, self.sizes)
-        looked_up = [selection(batch.sparse_features) for batch in self.made]
-        ids = [features[key].values().nbytes for features in looked_up for key in keys]
-        return sum(counted + ids) / len(self.made)
+    def peak(self) -> float:
+        """MiB that a step takes, tables included."""
+        others = torch.cuda.memory_allocated() - self.held
+        torch.cuda.reset_peak_memory_stats()
+        self.run(self.num_batches)
+        peak = torch.cuda.max_memory_allocated() - others
+        return self.over_ranks(peak / 2**20, dist.ReduceOp.MAX)[0]
 
-    def trace(self, file: Path) -> Trace:
-        """Of ``STEPS_TO_PROFILE`` steps, on this rank; written to ``file``, too."""
-        with marked_attentions(self.pipeline._model):
-            self.run(1)
-            activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-            with profile(activities=activities if self.on_gpu else activities[:1]) as trace:
-                self.run(STEPS_TO_PROFILE)
-        trace.export_chrome_trace(str(file))
-        return Trace.read(file)
-
-    def figures(self, traces: Path) -> Iterator[dict[str, Any]]:
+    def figures(self) -> Iterator[dict[str, Any]]:
         """Rows of the CSV, with metric, quantiles and unit."""
         median, p20, p80 = np.quantile(self.times, (0.5, 0.2, 0.8))
         samples = self.sizes.batch * dist.get_world_size() * 1e3
         yield {"metric": "time", "unit": "ms", "median": median, "p20": p20, "p80": p80}
         yield {"metric": "throughput", "unit": "samples/s", "median": samples / median,
                "p20": samples / p80, "p80": samples / p20}  # fmt: skip
-        if traffic := self.history_traffic() / 2**20:
-            yield {"metric": "history_traffic", "unit": "MiB", "median": traffic}
-        if not self.on_gpu:
+        if self.on_gpu:
+            yield {"metric": "peak_memory", "unit": "MiB", "median": self.peak()}
+        if dist.get_world_size() > 1:
+            names = ("sent", "sent_by_length", "sent_rows")
+            for name, sent in zip(names, self.sent_bytes(), strict=True):
+                yield {"metric": name, "unit": "MiB", "median": sent / 2**20}
+
+    def profile(self, file: Path, *, of_cpu: bool = False) -> Iterator[dict[str, Any]]:
+        """Rows of the CSV from a profile, which is written to ``file``, too."""
+        activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * of_cpu
+        self.run(1)
+        with profile(activities=activities) as profiled:
+            self.run(STEPS_TO_PROFILE)
+        if dist.get_rank() > 0:
             return
-        yield {"metric": "peak_memory", "unit": "MiB", "median": self.peak_mib}
-        trace = self.trace(traces / f"{self.name}-rank-{dist.get_rank()}.json")
+        profiled.export_chrome_trace(str(file))
+        trace = Trace.read(file)
         busy = trace.busy_us / STEPS_TO_PROFILE / 1e3
         yield {"metric": "gpu_busy", "unit": "ms", "median": busy}
-        yield {"metric": "host", "unit": "ms", "median": max(0.0, median - busy)}
-        for part, us in trace.parts_us.items():
-            yield {"metric": f"gpu_{part}", "unit": "ms", "median": us / STEPS_TO_PROFILE / 1e3}
+        for i, (name, us) in enumerate(itertools.islice(trace.kernels_us.items(), KERNELS), 1):
+            yield {"metric": f"kernel_{i}", "unit": "ms", "note": name[:200],
+                   "median": us / STEPS_TO_PROFILE / 1e3}  # fmt: skip
 
 
-def labels_of(sizes: Sizes, cuda_graph: bool = False) -> dict[str, Any]:
+def labels_of(
+    sizes: Sizes, sharding: str = SHARDINGS[0], cuda_graph: bool = False
+) -> dict[str, Any]:
     """Which case it is: what tells measurements of one provider apart."""
     gpus = dist.get_world_size()
+    of_requests = (sizes.candidates, sizes.candidate_features)
     return {
         "suite": "end_to_end",
-        "case": "-".join(
-            [
-                f"mean-{sizes.mean}",
-                *([f"candidates-{sizes.candidates}"] if sizes.candidates > 1 else []),
-                *([f"features-{sizes.candidate_features}"] if sizes.candidate_features else []),
-                *([f"{gpus}-gpus"] if gpus > 1 else []),
-            ]
-        ),
+        "case": step_case(sizes.mean, gpus, sharding, *of_requests),
         "mode": "step",
         **{name: getattr(sizes, name) for name in SIZES},
+        "heads": check_target_heads(None, sizes.width),
         "gpus": gpus,
-        "dense_layers": "CUDA graphs, fused Adam" if cuda_graph else "eager",
+        "dense_layers": "CUDA graphs" if cuda_graph else "eager",
     }
 
 
@@ -230,74 +254,105 @@ class Measurement:
     """Of providers, side by side; adds their figures to the CSV.
 
     Args:
-        traces: folder for the profiles.
+        traces: folder for the profiles, which then have the host in them; they are not kept if it
+            is not given.
 
     Attributes:
         left: providers for which there was no memory beside the others.
     """
 
     def __init__(
-        self, sizes: Sizes, device: torch.device, csv: Path, traces: Path, cuda_graph: bool = False
+        self, device: torch.device, csv: Path, traces: Path | None = None, cuda_graph: bool = False
     ) -> None:
-        self.sizes, self.device, self.csv, self.traces = sizes, device, csv, traces
-        self.cuda_graph = cuda_graph
-        self.label = {**labels_of(sizes, cuda_graph), **measured_with()}
-        self.trainings: dict[str, Training] = {}
-        self.tables: dict[tuple, Tensor] = {}
+        self.device, self.csv, self.traces, self.cuda_graph = device, csv, traces, cuda_graph
+        self.trainings: dict[Key, Training] = {}
         self.left: list[str] = []
 
-    def run(self, names: list[str], rounds: int) -> None:
-        """Profiles come last: what they hook into CUDA stays there, and slows down what follows."""
-        lengths = make_lengths(self.sizes, torch.Generator().manual_seed(1))[:64].to(self.device)
-        longest = CLIP * self.sizes.mean
-        wrong = check_attentions(names, lengths, self.sizes.width, self.sizes.heads, longest)
-        for name in names:
-            if name in wrong:
-                self.refuse(name, wrong[name])
+    def run(self, missing: dict[Sizes, list[Key]], rounds: int) -> None:
+        """Profiles come last: what they hook into CUDA stays there, and slows down what follows.
+
+        Args:
+            missing: what is measured of which sizes.
+        """
+        sizes, *_ = missing
+        lengths = make_lengths(sizes, torch.Generator().manual_seed(1))[:64].to(self.device)
+        keys = dict.fromkeys(itertools.chain.from_iterable(missing.values()))
+        names = {name for name, _ in keys}
+        wrong = check_attentions(names, lengths, sizes.width, CLIP * sizes.mean)
+        for key in keys:
+            own = [sizes for sizes in missing if key in missing[sizes]]
+            if key[0] in wrong:
+                self.refuse(key, own, wrong[key[0]])
             else:
-                self.attempt(name, self.build)
-        for _ in range(rounds):
-            for name in [*self.trainings]:
-                self.attempt(name, lambda name: self.trainings[name].time_round())
-        for name in [*self.trainings]:
-            self.attempt(name, self.finish)
+                self.attempt(key, own, lambda key=key, own=own: self.build(key, own[0]))
+        for measure in (self.time, self.profile) if self.device.type == "cuda" else (self.time,):
+            for sizes in missing:
+                measure(sizes, missing[sizes], rounds)
         self.trainings.clear()
         clear_memory()
 
-    def attempt(self, name: str, do: Callable[[str], None]) -> None:
+    def attempt(self, key: Key, all_sizes: list[Sizes], do: Callable[[], None]) -> None:
         """Does it, or takes the provider out."""
         try:
-            do(name)
+            do()
         except Exception as error:  # whatever a peer, or this machine's FBGEMM, has not
-            self.trainings.pop(name, None)
+            self.trainings.pop(key, None)
             lacks_memory = any(words in str(error).lower() for words in LACKS_MEMORY)
             if lacks_memory and dist.get_world_size() > 1:
                 raise  # the other ranks wait in vain
             if lacks_memory and self.trainings:
-                self.left.append(name)
+                self.left.append(key[0])
             else:
-                self.refuse(name, in_a_line(error))
-        if name not in self.trainings:
+                self.refuse(key, all_sizes, in_a_line(error))
+        if key not in self.trainings:
             clear_memory()
 
-    def build(self, name: str) -> None:
-        self.trainings[name] = Training(
-            name, self.sizes, self.device, known=self.tables, cuda_graph=self.cuda_graph
+    def build(self, key: Key, sizes: Sizes) -> None:
+        name, sharding = key
+        self.trainings[key] = Training(
+            name, sizes, self.device, sharding=sharding, cuda_graph=self.cuda_graph
         )
         clear_memory()
 
-    def finish(self, name: str) -> None:
-        """Writes its figures."""
-        self.label["rows_per_sample"] = self.trainings[name].rows_per_sample
-        self.write(name, [*self.trainings[name].figures(self.traces)])
+    def in_turns(self, sizes: Sizes, keys: list[Key], do: Callable[[Training], None]) -> None:
+        """Does it with each training that there is."""
+        for key in [key for key in keys if key in self.trainings]:
+            self.attempt(key, [sizes], lambda key=key: do(self.trainings[key]))
 
-    def refuse(self, name: str, reason: str) -> None:
+    def time(self, sizes: Sizes, keys: list[Key], rounds: int) -> None:
+        """Writes all figures but those of profiles."""
+        self.in_turns(sizes, keys, lambda training: training.use(sizes))
+        for _ in range(rounds):
+            self.in_turns(sizes, keys, Training.time_round)
+        self.in_turns(sizes, keys, lambda training: self.write(training, training.figures()))
+
+    def profile(self, sizes: Sizes, keys: list[Key], _rounds: int) -> None:
+        """Writes those of profiles."""
+
+        def profile(training: Training) -> None:
+            training.use(sizes)
+            name = f"{training.name}-{labels_of(sizes, training.sharding)['case']}.json"
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(self.traces or folder, name)
+                self.write(training, training.profile(file, of_cpu=self.traces is not None))
+
+        self.in_turns(sizes, keys, profile)
+
+    def refuse(self, key: Key, all_sizes: list[Sizes], reason: str) -> None:
         """Writes why it has no figures."""
-        self.write(name, [{"metric": "refused", "median": 0, "note": reason}])
+        for sizes in all_sizes:
+            row = {"metric": "refused", "median": 0, "note": reason}
+            self.add(key, sizes, [row])
 
-    def write(self, name: str, rows: list[dict[str, Any]]) -> None:
-        replays = int(calls.ENABLED and PROVIDERS[name].replays)
-        label = {**self.label, "provider": name, "replays": replays}
+    def write(self, training: Training, rows: Iterable[dict[str, Any]]) -> None:
+        """Figures of a training."""
+        of_rows = {"rows_per_sample": training.rows_per_sample}
+        key = (training.name, training.sharding)
+        self.add(key, training.sizes, [{**of_rows, **row} for row in rows])
+
+    def add(self, key: Key, sizes: Sizes, rows: list[dict[str, Any]]) -> None:
+        name, sharding = key
+        label = {**labels_of(sizes, sharding, self.cuda_graph), **measured_with(), "provider": name}
         if dist.get_rank() == 0:
             add(self.csv, [{**label, **row} for row in rows])
 
@@ -316,15 +371,16 @@ def clear_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> None:
+def add_sizes(parser: argparse.ArgumentParser, *, means: list[int]) -> None:
     """Options from which :func:`sizes_of` makes the sizes."""
     of_sizes = parser.add_argument_group("sizes", "of the model and its batches, see Sizes")
     of_sizes.add_argument("--quick", action="store_true", help="tiny; always so without a GPU")
-    of_sizes.add_argument("--mean", type=number(int, 1, 10**6), default=200, help="of lengths")
-    of_sizes.add_argument("--batch", type=number(int, 1, 10**6), help="samples of a step and rank")
+    integer = number(int, 1, 10**6)
+    of_sizes.add_argument("--mean", nargs="+", type=integer, default=means, help="of lengths")
+    of_sizes.add_argument("--batch", type=integer, help="samples of a step and rank")
     of_sizes.add_argument(
         "--candidates",
-        type=number(int, 1, 10**6),
+        type=integer,
         default=Sizes.candidates,
         help="of a request, whose samples they are; a divisor of the batch",
     )
@@ -335,77 +391,90 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         default=Sizes.candidate_features,
         help="features not of requests",
     )
-    for name in ("histories", "features", "feature_rows", "item_rows", "width", "heads"):
-        option = f"--{name.replace('_', '-')}"
-        of_sizes.add_argument(option, type=number(int, 1, 10**9), default=getattr(Sizes, name))
     of_sizes.add_argument("--skew", type=number(float, 1, 100), default=Sizes.skew,
                           help="of ids; 1 is none")  # fmt: skip
 
 
-def sizes_of(args: argparse.Namespace) -> Sizes:
+def sizes_of(args: argparse.Namespace) -> list[Sizes]:
     """Those asked for; without a GPU, or with --quick, ``QUICK`` of as many candidates."""
     of_requests = {name: getattr(args, name) for name in ("candidates", "candidate_features")}
     if args.quick or not torch.cuda.is_available():
-        return replace(QUICK, **of_requests)
-    batch = args.batch or BATCHES[max(m for m in BATCHES if m <= max(args.mean, min(BATCHES)))]
-    names = ("histories", "features", "feature_rows", "item_rows", "width", "heads", "skew")
-    return Sizes(args.mean, batch, **of_requests, **{name: getattr(args, name) for name in names})
+        return [replace(QUICK, **of_requests)]
+    return [
+        Sizes(
+            mean,
+            args.batch or BATCHES[max(m for m in BATCHES if m <= max(mean, min(BATCHES)))],
+            **of_requests,
+            skew=args.skew,
+        )
+        for mean in args.mean
+    ]
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     width = max(map(len, PROVIDERS))
     known = [f"  {name:{width}}  {provider.does}" for name, provider in PROVIDERS.items()]
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=HelpFormatter,
-        epilog="\n".join(["providers:", *known, f"ladder: {', '.join(LADDER)}"]),
+        description=__doc__, formatter_class=HelpFormatter, epilog="\n".join(["providers:", *known])
     )
     # fmt: off
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, metavar="NAME",
-                        help="see below; all, if not given, whose batches differ from those of "
-                             "others: of one candidate, or on one rank, some do not")
+                        default=DEFAULT, help="see below; by default some of them")
+    parser.add_argument("--sharding", nargs="+", choices=SHARDINGS, default=[SHARDINGS[0]],
+                        help="of the item table, on several ranks")
     parser.add_argument("--csv", type=writable_file, help="what stands there is not measured again")
-    parser.add_argument("--rounds", type=number(int, 2, 1000), default=7,
+    parser.add_argument("--rounds", type=number(int, 2, 1000), default=5,
                         help="whose median is a step's time")
     parser.add_argument("--cuda-graph", action="store_true",
-                        help="dense layers are CUDA graphs, and Adam one kernel, in all models")
+                        help="dense layers are CUDA graphs in all models")
     parser.add_argument("--traces", type=Path, help="a folder for the profiles, for Perfetto")
     # fmt: on
-    add_sizes(parser)
+    add_sizes(parser, means=[*BATCHES])
     args = parser.parse_args(argv)
-    sizes = sizes_of(args)
-    if sizes.batch % sizes.candidates:
-        parser.error(f"--candidates must divide the batch {sizes.batch}, got {sizes.candidates}")
-    if sizes.candidate_features > sizes.features:
-        parser.error(f"--candidate-features must be at most all {sizes.features} features, got "
-                     f"{sizes.candidate_features}")  # fmt: skip
-    if args.providers is None:  # where others hold the same as samples, these alone
-        forms = {"samples"}
-        forms |= {"once", "requests"} if sizes.candidates > 1 else set()
-        forms |= {"balanced"} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else set()
-        args.providers = [name for name, p in PROVIDERS.items() if p.batches in forms]
+    all_sizes = sizes_of(args)
+    for sizes in all_sizes:
+        if sizes.batch % sizes.candidates:
+            parser.error(f"--candidates must divide the batch {sizes.batch}, got "
+                         f"{sizes.candidates}")  # fmt: skip
+        if sizes.candidate_features > sizes.features:
+            parser.error(f"--candidate-features must be at most all {sizes.features} features, "
+                         f"got {sizes.candidate_features}")  # fmt: skip
     if args.cuda_graph and not torch.cuda.is_available():
         parser.error("--cuda-graph needs a GPU, got none")
+    if args.cuda_graph and len({sizes.batch for sizes in all_sizes}) > 1:
+        parser.error("--cuda-graph must go with batches of one size: give --batch")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    sizes = sizes_of(args)
     with process_group() as device, tempfile.TemporaryDirectory() as folder:
-        csv, traces = args.csv or Path(folder, "results.csv"), args.traces or Path(folder)
-        traces.mkdir(parents=True, exist_ok=True)
-        labels = labels_of(sizes, args.cuda_graph)
-        stand = {*matching(csv, labels)["provider"]}
+        csv = args.csv or Path(folder, "results.csv")
+        if args.traces:
+            args.traces.mkdir(parents=True, exist_ok=True)
+        # On one rank it makes no difference.
+        shardings = args.sharding if dist.get_world_size() > 1 else [SHARDINGS[0]]
+
+        def known(sizes: Sizes, sharding: str) -> pd.DataFrame:
+            return matching(csv, labels_of(sizes, sharding, args.cuda_graph))
+
+        missing = {
+            sizes: [
+                (name, sharding)
+                for sharding in shardings
+                for name in args.providers
+                if name not in {*known(sizes, sharding)["provider"]}
+            ]
+            for sizes in sizes_of(args)
+        }
         dist.barrier()  # before anything is added
-        missing = [name for name in args.providers if name not in stand]
-        measurement = Measurement(sizes, device, csv, traces, args.cuda_graph)
-        if missing:
+        measurement = Measurement(device, csv, args.traces, args.cuda_graph)
+        if missing := {sizes: keys for sizes, keys in missing.items() if keys}:
             measurement.run(missing, args.rounds)
         if dist.get_rank() == 0:
-            frame = matching(csv, labels)
-            print(f"{labels['case']}, batch {sizes.batch}:\n{step_table(frame)}\n")
-            print(ladder_table(frame))
+            for sizes, sharding in itertools.product(sizes_of(args), shardings):
+                frame, case = known(sizes, sharding), labels_of(sizes, sharding)["case"]
+                print(f"{case}, batch {sizes.batch}:\n{step_table(frame)}\n")
         if left := measurement.left:
             print(f"{', '.join(left)}: out of memory beside the others; call this once more")
     return 1 if left else 0

@@ -112,8 +112,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*SEARCHED])
     parser.add_argument("--csv", type=writable_file, required=True)
-    add_sizes(parser)
-    parser.set_defaults(mean=1000)
+    add_sizes(parser, means=[1000])
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("a GPU is needed, got none")
@@ -122,7 +121,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    first = sizes_of(args)
+    first, *_ = sizes_of(args)
     with process_group() as device:
         for name, field in itertools.product(args.providers, FOUND):
             found = {**labels(first), "provider": name, "metric": FOUND[field][0]}

@@ -15,24 +15,15 @@ import torch.distributed as dist
 from cuda_graphs import replay_dense_layers
 from end_to_end_peers import Provider, make_collection
 from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from selecting import SelectingTrain, ShareOfHistory
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
-from torchrec.distributed.embedding import (
-    EmbeddingCollectionSharder,
-    ShardedEmbeddingCollection,
-)
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionSharder,
-    ShardedEmbeddingBagCollection,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.types import ModuleSharder
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -42,8 +33,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn import (
-    BalancedBatchSampler,
     EventSelection,
+    HistoryEmbeddingCollectionSharder,
     TargetAttentionConfig,
     embedding_parameters,
 )
@@ -55,18 +46,13 @@ __all__ = [
     "make_lengths",
     "make_model",
     "make_pipeline",
-    "make_selection",
-    "make_sharders",
+    "newest_events",
     "process_group",
-    "share_tables",
-    "table_operators",
 ]
 
 NUM_DENSE = 13
 CLIP = 4
 """The longest history, as a multiple of the mean."""
-Drawn = tuple[Tensor, Tensor, list[Tensor], list[Tensor]]
-"""Of a batch: dense features of requests, labels, and ids and lengths of all keys."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,6 @@ class Sizes:
         feature_rows: of each of their tables.
         item_rows: of the table of the item and its histories.
         width: columns of all tables.
-        heads: of the attention.
         skew: how uneven ids are: one of ``n`` rows is ``n · u ** skew``, ``u`` uniform.
         dense: widths of the layers for dense features; ``width`` follows.
         over: widths of the layers after the interaction.
@@ -99,7 +84,6 @@ class Sizes:
     feature_rows: int = 400_000
     item_rows: int = 5_000_000
     width: int = 128
-    heads: int = 4
     skew: float = 3.0
     dense: tuple[int, ...] = (512, 256)
     over: tuple[int, ...] = (1024, 1024, 512, 256, 1)
@@ -162,114 +146,68 @@ def process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
+@functools.lru_cache(maxsize=8)
 def make_batches(
-    sizes: Sizes, count: int, device: torch.device, rank: int = 0, form: str = "samples"
+    sizes: Sizes, count: int, device: torch.device, rank: int = 0, *, by_request: bool = False
 ) -> list[Batch]:
-    """Random batches in the host's memory, the same for all providers, in one of four forms.
+    """Random batches in the host's memory, the same for all providers.
 
-    ``"samples"`` have a copy each of what their request has. ``"once"`` is the same with batch
-    sizes that vary by feature, and ``inverse_indices``. ``"requests"`` have several candidates.
-    ``"balanced"`` are samples of requests that :class:`BalancedBatchSampler` shares out anew among
-    ranks, from those that all of them have in this step.
+    Samples have a copy each of what their request has; ``by_request`` there is one, and several
+    candidates.
     """
-    made = _made(sizes, count, device, rank)
-    if form not in made:
-        ranks = range(dist.get_world_size()) if form == "balanced" else [rank]
-        generators = [torch.Generator().manual_seed(r) for r in ranks]
-        batches = []
-        for _ in range(count):
-            drawn = [_draw(sizes, generator) for generator in generators]
-            share = _share(sizes, drawn, rank) if form == "balanced" else drawn[0]
-            batches.append(_in_form(sizes, form, *share))
-        made[form] = [batch.pin_memory() if device.type == "cuda" else batch for batch in batches]
-    return made[form]
+    generator = torch.Generator().manual_seed(rank)
+    batches = [_draw(sizes, generator, by_request) for _ in range(count)]
+    return [batch.pin_memory() if device.type == "cuda" else batch for batch in batches]
 
 
-@functools.lru_cache(maxsize=1)
-def _made(sizes: Sizes, count: int, device: torch.device, rank: int) -> dict[str, list[Batch]]:
-    """Those of the last sizes, by form."""
-    return {}
-
-
-def _draw(sizes: Sizes, generator: torch.Generator) -> Drawn:
-    """A batch."""
+def _draw(sizes: Sizes, generator: torch.Generator, by_request: bool) -> Batch:
+    """A batch, see :func:`make_batches`."""
 
     def ids(key: str, number: int) -> Tensor:
         rows = sizes.feature_rows if key.startswith("feature") else sizes.item_rows
         drawn = torch.rand(number, generator=generator, dtype=torch.float64)
         return drawn.pow_(sizes.skew).mul_(rows).long()
 
-    lengths = [
-        make_lengths(sizes, generator)
-        if key in sizes.history_keys
-        else torch.ones(sizes.requests).long()
-        for key in sizes.keys_of_requests
-    ]
-    lengths += [torch.ones(sizes.batch).long() for _ in sizes.keys_of_candidates]
-    keys = [*sizes.keys_of_requests, *sizes.keys_of_candidates]
-    values = [ids(key, int(x.sum())) for key, x in zip(keys, lengths, strict=True)]
+    values, lengths = [], []
+    for key in sizes.keys_of_requests:
+        is_history = key in sizes.history_keys
+        of_each = make_lengths(sizes, generator) if is_history else torch.ones(sizes.requests)
+        of_each = of_each.long()
+        drawn = ids(key, int(of_each.sum()))
+        if not by_request:
+            drawn = _repeat(drawn, of_each, sizes.candidates)
+            of_each = of_each.repeat_interleave(sizes.candidates)
+        values.append(drawn)
+        lengths.append(of_each)
+    for key in sizes.keys_of_candidates:
+        values.append(ids(key, sizes.batch))
+        of_each = sizes.candidates if by_request else 1
+        lengths.append(torch.full((sizes.batch // of_each,), of_each))
     dense = torch.rand(sizes.requests, NUM_DENSE, generator=generator)
-    labels = torch.randint(2, (sizes.batch,), generator=generator).float()
-    return dense, labels, values, lengths
-
-
-def _share(sizes: Sizes, drawn: list[Drawn], rank: int) -> Drawn:
-    """The batch of ``rank`` from those of all, such that all have as many history rows."""
-    dense, labels, values, lengths = zip(*drawn, strict=True)
-    first, last = len(sizes.keys_of_requests) - sizes.histories, len(sizes.keys_of_requests)
-    rows = torch.cat([torch.stack(of_batch[first:last]).sum(0) for of_batch in lengths])
-    sampler = BalancedBatchSampler(rows, sizes.requests, len(drawn), rank)
-    requests = torch.tensor(next(iter(sampler)))
-    samples = (requests.unsqueeze(1) * sizes.candidates + torch.arange(sizes.candidates)).flatten()
-    own_values, own_lengths = [], []
-    for key, (of_values, of_lengths) in enumerate(
-        zip(zip(*values, strict=True), zip(*lengths, strict=True), strict=True)
-    ):
-        own = requests if key < last else samples
-        all_lengths = torch.cat(of_lengths)
-        parts = torch.cat(of_values).split(all_lengths.tolist())
-        own_values.append(torch.cat([parts[i] for i in own.tolist()]))
-        own_lengths.append(all_lengths[own])
-    return torch.cat(dense)[requests], torch.cat(labels)[samples], own_values, own_lengths
-
-
-def _in_form(
-    sizes: Sizes,
-    form: str,
-    dense: Tensor,
-    labels: Tensor,
-    values: list[Tensor],
-    lengths: list[Tensor],
-) -> Batch:
-    """A batch of what was drawn, see :func:`make_batches`."""
-    num_keys, candidates = len(sizes.keys_of_requests), sizes.candidates
-    options = {}
-    if form in ("samples", "balanced"):
-        of_requests = [
-            _repeat(x, n, candidates)
-            for x, n in zip(values[:num_keys], lengths[:num_keys], strict=True)
-        ]
-        values = [*of_requests, *values[num_keys:]]
-        of_requests = [n.repeat_interleave(candidates) for n in lengths[:num_keys]]
-        lengths = [*of_requests, *lengths[num_keys:]]
-    keys = [*sizes.keys_of_requests, *sizes.keys_of_candidates]
-    if form == "requests":
-        of_each = torch.full((sizes.requests,), candidates)
-        lengths = [*lengths[:num_keys], *(of_each for _ in sizes.keys_of_candidates)]
-    if form == "once":
-        samples = torch.arange(sizes.batch)
-        inverse = [samples // candidates if i < num_keys else samples for i in range(len(keys))]
-        options = {
-            "stride_per_key_per_rank": [[n.numel()] for n in lengths],
-            "inverse_indices": (keys, torch.stack(inverse)),
-        }
     return Batch(
-        dense_features=dense.repeat_interleave(candidates, 0),
+        dense_features=dense.repeat_interleave(sizes.candidates, 0),
         sparse_features=KeyedJaggedTensor(
-            keys=keys, values=torch.cat(values), lengths=torch.cat(lengths).int(), **options
+            keys=[*sizes.keys_of_requests, *sizes.keys_of_candidates],
+            values=torch.cat(values),
+            lengths=torch.cat(lengths).int(),
         ),
-        labels=labels,
+        labels=torch.randint(2, (sizes.batch,), generator=generator).float(),
     )
+
+
+def newest_events(batch: Batch) -> Batch:
+    """The batch with the newest event of each history alone."""
+    features = batch.sparse_features
+    values, lengths = [], []
+    for key in [*features.keys()]:
+        ids, of_each = features[key].values(), features[key].lengths()
+        if key.startswith("history"):
+            ids, of_each = ids[of_each.cumsum(0) - 1], torch.ones_like(of_each)
+        values.append(ids)
+        lengths.append(of_each)
+    short = KeyedJaggedTensor(features.keys(), torch.cat(values), lengths=torch.cat(lengths))
+    made = Batch(batch.dense_features, short, batch.labels)
+    return made.pin_memory() if batch.labels.is_pinned() else made
 
 
 def _repeat(values: Tensor, lengths: Tensor, times: int) -> Tensor:
@@ -280,7 +218,7 @@ def _repeat(values: Tensor, lengths: Tensor, times: int) -> Tensor:
 
 
 def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
-    """A DLRM on the meta device. No attention has a bias by recency: peers cannot."""
+    """A DLRM on the meta device."""
     histories = sizes.history_keys
     tables = [
         EmbeddingBagConfig(
@@ -300,13 +238,7 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
         )
     )
     configs = [
-        TargetAttentionConfig(
-            target="item",
-            history=history,
-            num_heads=sizes.heads,
-            recency_bias=False,
-            init="mha",
-        )
+        TargetAttentionConfig(target="item", history=history, **provider.options)
         for history in histories
     ]
     model = DLRMTrain(
@@ -320,16 +252,10 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
             dense_device=None,
         )
     )
-    return model if provider.budget == 1 else SelectingTrain(model, make_selection(provider, sizes))
-
-
-def make_selection(provider: Provider, sizes: Sizes) -> nn.Module:
-    """What leaves a part of the features of a batch, before they are looked up."""
     if provider.budget == 1:
-        return nn.Identity()
-    return nn.Sequential(
-        *(EventSelection([key], ShareOfHistory(key, provider.budget)) for key in sizes.history_keys)
-    )
+        return model
+    newest = (EventSelection([key], ShareOfHistory(key, provider.budget)) for key in histories)
+    return SelectingTrain(model, nn.Sequential(*newest))
 
 
 def make_pipeline(
@@ -338,16 +264,16 @@ def make_pipeline(
     batch: int,
     device: torch.device,
     *,
+    sharding: str = "row_wise",
     cuda_graph: bool = False,
     table_lr: float = 0.01,
 ) -> TrainPipelineSparseDist:
     """A model of ``provider``, sharded, with its optimizers.
 
-    Each of several GPUs has some columns of the largest table; others are spread table by table.
-
     Args:
         batch: samples of a step, of each rank.
-        cuda_graph: whether dense layers are replayed, and Adam is one kernel.
+        sharding: of the largest table; others are spread table by table.
+        cuda_graph: whether dense layers are replayed.
         table_lr: learning rate of RowWiseAdagrad.
     """
     if cuda_graph:
@@ -358,11 +284,6 @@ def make_pipeline(
     tables = model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
     largest = max(tables, key=lambda table: table.num_embeddings)
     ranks = dist.get_world_size()
-
-    def sharding(table: EmbeddingBagConfig) -> ShardingType:
-        by_column = table is largest and ranks > 1
-        return ShardingType.COLUMN_WISE if by_column else ShardingType.TABLE_WISE
-
     memory = None  # the planner's own default is 32 GB
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -371,19 +292,18 @@ def make_pipeline(
         batch_size=batch,
         constraints={
             table.name: ParameterConstraints(
-                sharding_types=[sharding(table).value],
+                sharding_types=[sharding if table is largest and ranks > 1 else "table_wise"],
                 compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-                min_partition=table.embedding_dim // ranks,
             )
             for table in tables
         },
         debug=False,
     )
-    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    plan = planner.plan(model, sharders)  # the same on all ranks, errors too
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     adam = KeyedOptimizerWrapper(
-        dense, lambda params: torch.optim.Adam(params, lr=1e-3, fused=cuda_graph)
+        dense, lambda params: torch.optim.Adam(params, lr=1e-3, fused=device.type == "cuda")
     )
     optimizer = CombinedOptimizer([sharded.fused_optimizer, adam])
     # Modules before the lookups are pipelined if it is told so.
@@ -393,54 +313,15 @@ def make_pipeline(
 
 
 def make_sharders(provider: Provider, device: torch.device) -> list[ModuleSharder]:
-    """Of pooled lookups and of sequences: in bf16 on a GPU, but for bags of varying batch sizes.
-
-    FBGEMM copies the rows of such bags to their samples in fp32 and fp16 alone.
-    """
+    """Of pooled lookups and of sequences; these are in bf16 on a GPU."""
     fused = {"output_dtype": SparseType.BF16} if device.type == "cuda" else {}
+    bags = EmbeddingBagCollectionSharder(fused_params={**fused})
+    if provider.rows_stay:
+        return [bags, HistoryEmbeddingCollectionSharder(fused_params={**fused})]
     return [
-        EmbeddingBagCollectionSharder(fused_params={} if provider.batches == "once" else {**fused}),
+        bags,
         EmbeddingCollectionSharder(
             fused_params={**fused},  # pyright: ignore[reportArgumentType]
             use_index_dedup=provider.index_dedup,
         ),
     ]
-
-
-def table_operators(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """FBGEMM's lookups in a sharded model."""
-    sharded = (ShardedEmbeddingCollection, ShardedEmbeddingBagCollection)
-    collections = [module for module in model.modules() if isinstance(module, sharded)]
-    return [
-        module
-        for collection in collections
-        for lookup in collection._lookups
-        for module in lookup.modules()
-        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)
-    ]
-
-
-def share_tables(model: nn.Module, known: dict[tuple, Tensor]) -> int:
-    """Lets a model look up the tables of an earlier one, of the same sizes, and drops its own.
-
-    What the model trains is then no longer its own: for timing alone.
-
-    Args:
-        model: sharded, and not trained yet. Nothing may read its state dict any more.
-        known: the tables that there are, to which those of this model are added.
-
-    Returns:
-        Bytes of the tables that it shares.
-    """
-    shared = 0
-    for number, lookup in enumerate(table_operators(model)):
-        for name in ("weights_dev", "weights_host"):
-            own = getattr(lookup, name)
-            key = (number, name, own.shape, own.dtype)
-            other = known.setdefault(key, own.data)
-            if other.data_ptr() != own.data_ptr():
-                storage = own.untyped_storage()
-                shared += storage.nbytes()
-                own.data = other
-                storage.resize_(0)
-    return shared

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.replay import calls
 from torchrec_jagged_attn.testing import (
     RoundingErrors,
     assert_close,
@@ -29,13 +28,12 @@ from torchrec_jagged_attn.testing import (
 )
 
 __all__ = [
-    "LADDER",
     "PROVIDERS",
     "Provider",
     "check_attentions",
     "in_a_line",
     "make_collection",
-    "replays_of",
+    "set_longest",
 ]
 
 DIN_LAYERS = (256, 64)
@@ -126,14 +124,21 @@ class Explicit(nn.Module):
 
     def forward(self, target: Tensor, history: JaggedTensor, *_: None, **__: None) -> Tensor:
         """As :class:`JaggedTargetAttention`, without anything else."""
-        width = target.shape[1]
-        weights = self.attention.in_proj_weight.split([width, 2 * width])
-        biases = self.attention.in_proj_bias.split([width, 2 * width])
-        heads = (self.attention.num_heads, width // self.attention.num_heads)
-        q = F.linear(target, weights[0], biases[0]).unflatten(1, heads)
-        kv = F.linear(history.values(), weights[1], biases[1]).unflatten(1, (2, *heads))
-        out = self.attend(q, kv, history, self.max_length)
-        return self.attention.out_proj(out.flatten(1))
+        of, width, x = self.attention, target.shape[1], history.values()
+        heads = (of.num_heads, width // of.num_heads)
+        if of.in_proj_weight is None:
+            q = F.linear(target, of.q_proj_weight, of.in_proj_bias)
+            kv = torch.cat([F.linear(x, of.k_proj_weight), x], 1)
+        else:
+            weights, biases = (
+                y.split([width, 2 * width]) for y in (of.in_proj_weight, of.in_proj_bias)
+            )
+            q = F.linear(target, weights[0], biases[0])
+            kv = F.linear(x, weights[1], biases[1])
+        out = self.attend(
+            q.unflatten(1, heads), kv.unflatten(1, (2, *heads)), history, self.max_length
+        ).flatten(1)
+        return out if of.out_proj is None else of.out_proj(out)
 
 
 class PaddedDIN(nn.Module):
@@ -166,82 +171,63 @@ class PaddedDIN(nn.Module):
         return (weights.to(x.dtype).unsqueeze(1) @ x).squeeze(1)
 
 
+def set_longest(model: nn.Module, length: int) -> None:
+    """Tells the peers in ``model`` how long the longest history is."""
+    for module in model.modules():
+        if isinstance(module, (Explicit, PaddedDIN)):
+            module.max_length = length
+
+
+AS_PEERS = {"value_projection": True, "recency_bias": False, "init": "mha"}
+
+
 @dataclass(frozen=True)
 class Provider:
     """A way to pool histories.
 
     Attributes:
         does: in a few words.
+        options: of the attention, besides target and history.
         attend: a peer's attention in the place of ours, behind the same linear layers.
         din: the activation unit in its place.
-        keys_and_values, single_lookup: of ours.
+        rows_stay: whether :class:`HistoryEmbeddingCollectionSharder` shards the histories' table.
+        single_lookup: of ours.
         index_dedup: TorchRec's, of lookups that are not pooled: a row is looked up once a batch.
         budget: part of each history that is looked up, its newest events.
-        batches: see :func:`make_batches`.
-        replays: whether it has ops of ours that C++ launches.
+        by_request: whether requests have several candidates, see :func:`make_batches`.
     """
 
     does: str
+    options: dict[str, Any] = field(default_factory=dict)
     attend: Callable[..., Tensor] | None = None
     din: bool = False
-    keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto"
+    rows_stay: bool = True
     single_lookup: bool = False
     index_dedup: bool = False
     budget: float = 1.0
-    batches: Literal["samples", "requests", "once", "balanced"] = "samples"
-    replays: bool = False
-
-    @property
-    def is_attention(self) -> bool:
-        """Whether it computes the function of ours."""
-        return not self.din and self.budget == 1 and self != PROVIDERS["sum"]
+    by_request: bool = False
 
 
+peer = functools.partial(Provider, options=AS_PEERS, rows_stay=False)
 PROVIDERS = {
     "sum": Provider("EmbeddingBagCollection, no attention"),
-    "padded": Provider("linear layers, padding, scaled_dot_product_attention", padded_sdpa),
-    "padded-din": Provider("padding, an MLP of [q, x, q − x, q · x], a softmax", din=True),
-    "fbgemm-sll": Provider("linear layers, FBGEMM's sll_jagged_dense_flash_attention", fbgemm_sll),
-    "linear-varlen": Provider("linear layers, FlashAttention-2 of jagged rows", varlen),
-    "ours-explicit": Provider(
-        "ours, of keys and values, launched from Python", keys_and_values="explicit"
-    ),
-    "ours-absorbed": Provider(
-        "ours, of raw rows, launched from Python", keys_and_values="absorbed"
-    ),
-    "ours": Provider("TargetAttentionEmbeddingBagCollection", replays=True),
-    "ours-single-lookup": Provider(
-        "the same with single_lookup=True", single_lookup=True, replays=True
-    ),
-    "ours-index-dedup": Provider(
-        "and with TorchRec's use_index_dedup", single_lookup=True, index_dedup=True, replays=True
-    ),
-    "ours-newer-half": Provider(
-        "ours, without the older half of each history: EventSelection", budget=0.5, replays=True
-    ),
-    "ours-once": Provider(
-        "ours, what a request has sent once, by batch sizes that vary", batches="once", replays=True
-    ),
-    "ours-by-request": Provider(
-        "ours with candidates='jagged' and single_lookup=True",
-        single_lookup=True,
-        batches="requests",
-        replays=True,
-    ),
-    "ours-balanced": Provider(
-        "ours, its batches shared out by BalancedBatchSampler", batches="balanced", replays=True
-    ),
-}
-LADDER = {
-    "padded": "",
-    "linear-varlen": "jagged rows",
-    "ours-explicit": "fused projections",
-    "ours-absorbed": "absorbed keys and values",
-    "ours": "replays, for the host",
-    "ours-single-lookup": "a single lookup",
-    "ours-index-dedup": "deduplicated lookups",
-}
-"""What each adds to the one before."""
+    "padded": peer("linear layers, padding, scaled_dot_product_attention", attend=padded_sdpa),
+    "padded-din": peer("padding, an MLP of [q, x, q − x, q · x], a softmax", din=True),
+    "fbgemm-sll": peer("linear layers, FBGEMM's sll_jagged_dense_flash_attention",
+                       attend=fbgemm_sll),
+    "linear-varlen": peer("linear layers, FlashAttention-2 of jagged rows", attend=varlen),
+    "ours": Provider("TargetAttentionEmbeddingBagCollection, by default"),
+    "ours-value-projection": Provider("with value_projection=True", {"value_projection": True}),
+    "ours-as-peers": Provider("the function of peers: values projected, no bias", AS_PEERS),
+    "ours-rows-travel": Provider("by default, sharded as by TorchRec", rows_stay=False),
+    "ours-single-lookup": Provider("with single_lookup=True", single_lookup=True),
+    "ours-index-dedup": Provider("and with TorchRec's use_index_dedup", rows_stay=False,
+                                 single_lookup=True, index_dedup=True),
+    "ours-newer-half": Provider("without the older half of each history: EventSelection",
+                                budget=0.5),
+    "ours-by-request": Provider("with candidates='jagged' and single_lookup=True",
+                                single_lookup=True, by_request=True),
+}  # fmt: skip
 
 
 def make_collection(
@@ -258,16 +244,15 @@ def make_collection(
         candidate_features: pooled features of candidates, not of requests.
     """
     meta = torch.device("meta")
-    if provider == PROVIDERS["sum"]:
+    if provider is PROVIDERS["sum"]:
         return EmbeddingBagCollection(tables, device=meta)
-    by_request = provider.batches == "requests"
     collection = TargetAttentionEmbeddingBagCollection(
         tables,
         configs,
         device=meta,
         single_lookup=provider.single_lookup,
-        candidates="jagged" if by_request else "one",
-        candidate_features=candidate_features if by_request else (),
+        candidates="jagged" if provider.by_request else "one",
+        candidate_features=candidate_features if provider.by_request else (),
     )
     attentions = collection.pooling.attentions
     for i, attention in enumerate(attentions):
@@ -275,35 +260,18 @@ def make_collection(
             attentions[i] = PaddedDIN(attention.embed_dim, max_length, meta)
         elif provider.attend is not None:
             attentions[i] = Explicit(attention, provider.attend, max_length)
-        else:
-            attention.keys_and_values = provider.keys_and_values
     return collection
 
 
-@contextlib.contextmanager
-def replays_of(provider: Provider) -> Iterator[None]:
-    """While it is open, ours are launched as ``provider`` says; never replayed if the environment
-    forbids it."""
-    before = calls.ENABLED
-    calls.ENABLED = before and provider.replays
-    try:
-        yield
-    finally:
-        calls.ENABLED = before
-
-
-def formula(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One of the package's test formulas, as :class:`Explicit` wants it."""
-
-    def attend(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:
-        each = torch.arange(q.shape[0] + 1, device=q.device)
-        return attention(q, *kv.unbind(1), each, history.offsets())
-
-    return attend
+def formula(q: Tensor, kv: Tensor, history: JaggedTensor, bias: Tensor | None) -> Tensor:
+    """The package's test formula, with the recency bias ``[P, H]``, if any."""
+    each = torch.arange(q.shape[0] + 1, device=q.device)
+    offsets = history.offsets()
+    return flash_attention_oracle(q, *kv.unbind(1), each, offsets, position_bias=bias)
 
 
 def check_attentions(
-    names: Iterable[str], lengths: Tensor, width: int, num_heads: int, max_length: int
+    names: Iterable[str], lengths: Tensor, width: int, max_length: int
 ) -> dict[str, str]:
     """Output and gradients of the attentions of providers, against the formula in fp64.
 
@@ -325,36 +293,31 @@ def check_attentions(
         for count in (num_rows, num_samples, num_samples)
     )
 
-    def results(
-        attend: Callable[..., Tensor] | None, dtype: torch.dtype, keys_and_values: str = "auto"
-    ) -> dict[str, Tensor]:
+    def results(provider: Provider, dtype: torch.dtype) -> dict[str, Tensor]:
         torch.manual_seed(1)
-        attention: nn.Module = JaggedTargetAttention(
-            width,
-            num_heads,
-            recency_bias=False,
-            init="mha",
-            keys_and_values=keys_and_values,  # pyright: ignore[reportArgumentType]
-            device=device,
-        ).to(rows.dtype)
-        if attend is not None:
-            attention = Explicit(attention, attend, max_length)
-        attention = attention.to(dtype)
+        options = {"value_projection": False, **provider.options, "init": "mha"}
+        attention: nn.Module = JaggedTargetAttention(width, device=device, **options)
+        attention = attention.to(rows.dtype).to(dtype)
+        if dtype == torch.float64:
+            of = attention.recency_bias
+            bias = None if of is None else of.position_weight
+            attention = Explicit(attention, lambda *args: formula(*args[:3], bias), max_length)
+        elif provider.attend is not None:
+            attention = Explicit(attention, provider.attend, max_length)
         x, t = (leaf.to(dtype).requires_grad_() for leaf in (rows.clone(), target.clone()))
         out = attention(t, JaggedTensor(x, lengths=lengths))
         grads = torch.autograd.grad(out, (t, x), out_grad.to(dtype))
         return {"out": out, "gradient of target": grads[0], "gradient of history": grads[1]}
 
-    with RoundingErrors(dtype) as errors:
-        expected = results(formula(flash_attention_oracle), torch.float64)
     failed = {}
     for name in names:
         provider = PROVIDERS[name]
-        if not provider.is_attention:
+        if provider.din or provider is PROVIDERS["sum"]:
             continue
+        with RoundingErrors(dtype) as errors:
+            expected = results(provider, torch.float64)
         try:
-            with replays_of(provider):
-                actual = results(provider.attend, dtype, provider.keys_and_values)
+            actual = results(provider, dtype)
             for what, tensor in actual.items():
                 assert_close(tensor, expected[what], errors, name=what)
         except Exception as error:  # whatever a peer raises that cannot run here

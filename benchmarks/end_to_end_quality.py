@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from end_to_end_models import make_pipeline, process_group
-from end_to_end_peers import PROVIDERS, Provider, in_a_line, make_collection, replays_of
+from end_to_end_peers import PROVIDERS, Provider, in_a_line, make_collection
 from end_to_end_results import add, matching, measured_with
 from events import NUM_DENSE_FEATURES, Events, Examples, evaluation_batches, training_batches
 from movielens import read_movielens
@@ -46,7 +46,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_jagged_attn import TargetAttentionConfig
 
 PLANTED = "planted"
-SAME = ("padded", "linear-varlen", "ours-explicit", "ours")
+SAME = ("padded", "linear-varlen", "ours")
 """One function, computed in several ways."""
 BATCH = 1024  # of all ranks
 WIDTH, HEADS = 16, 4
@@ -137,8 +137,7 @@ def curve(
             parts.append(("test", testing, every))
             for mode, of, some in parts:
                 if some:
-                    with replays_of(provider):
-                        logits, labels = run(pipeline, of, some, mode == "train", device)
+                    logits, labels = run(pipeline, of, some, mode == "train", device)
                     for name, value in rate(logits, labels).items():
                         point.figures[mode, name] = value
             yield point

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from end_to_end_peers import LADDER, PROVIDERS
-from end_to_end_trace import PARTS
+from end_to_end_peers import PROVIDERS
 from stamps import stamp
 
-__all__ = ["SIZES", "add", "by_provider", "ladder_table", "matching", "measured_with", "step_table"]
+__all__ = ["SIZES", "add", "by_provider", "matching", "measured_with", "step_table"]
 
-SIZES = ("batch", "histories", "width", "heads", "table_rows", "skew")
+SIZES = ("batch", "histories", "width", "table_rows", "skew")
 COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit", "note",
-           *SIZES, "gpus", "dense_layers", "rows_per_sample", "replays",
+           "batch", "histories", "width", "heads", "table_rows", "skew", "gpus", "dense_layers",
+           "rows_per_sample", "replays",
            "gpu", "torch", "triton", "torchrec", "torchrec_jagged_attn", "date")  # fmt: skip
 
 
@@ -51,24 +51,17 @@ def by_provider(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_table(frame: pd.DataFrame) -> str:
-    """Figures of a step, where the GPU's time goes, and what was refused."""
-    parts = [f"gpu_{part}" for part in PARTS]
-    of = by_provider(frame).reindex(
-        columns=["time", "gpu_busy", "host", *parts, "peak_memory", "history_traffic", "throughput"]
-    )
-    of["× padded"] = of["throughput"] / of["throughput"].get("padded", math.nan)
-    of = of.dropna(how="all").rename(columns=lambda name: name.removeprefix("gpu_"))
+    """Figures of a step, kernels that take most of it, and what was refused."""
+    of = by_provider(frame)
+    figures = ["time", "gpu_busy", "peak_memory", "sent", "sent_by_length", "sent_rows"]
+    shown = of.reindex(columns=[*figures, "throughput"])
+    shown["× sum"] = shown["throughput"] / shown["throughput"].get("sum", math.nan)
+    shown = shown.dropna(how="all")
+    kernels = frame[frame["metric"].str.startswith("kernel_")]
+    lines = [
+        f"{row.provider}, {row.metric}: {row.median:.3f} ms, {row.note[:90]}"
+        for row in kernels.itertuples()
+    ]
     refused = frame[frame["metric"] == "refused"]
-    lines = (refused["provider"] + ": " + refused["note"]).tolist()
-    return "\n".join([of.to_string(float_format="{:.4g}".format, na_rep="–"), *lines])
-
-
-def ladder_table(frame: pd.DataFrame) -> str:
-    """Milliseconds of a step; each rung has one optimization more than the one before."""
-    ms = by_provider(frame).reindex(index=[*LADDER], columns=["time"])["time"]
-    rungs = pd.DataFrame({"time": ms, "× before": ms.shift() / ms, "× first": ms.iloc[0] / ms})
-    rungs.insert(0, "adds", [LADDER[name] for name in rungs.index])
-    rungs = rungs.dropna(subset="time")
-    if rungs.empty:
-        return ""
-    return rungs.to_string(float_format="{:.3g}".format, na_rep="–")
+    lines += (refused["provider"] + ": " + refused["note"]).tolist()
+    return "\n".join([shown.to_string(float_format="{:.4g}".format, na_rep="–"), *lines])

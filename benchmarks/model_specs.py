@@ -54,28 +54,20 @@ STEP_PROVIDERS = {
     "padded-din": "padded activation unit",
     "fbgemm-sll": "linear + FBGEMM, SLL",
     "linear-varlen": "linear + FlashAttention-2",
-    "ours-explicit": "ours, explicit, from Python",
-    "ours-absorbed": "ours, absorbed, from Python",
     "ours": "ours",
+    "ours-value-projection": "ours, values projected",
+    "ours-as-peers": "ours, the function of peers",
+    "ours-rows-travel": "ours, rows travel",
     "ours-single-lookup": "ours, one lookup",
     "ours-index-dedup": "ours, one lookup of unique ids",
     "ours-newer-half": "ours, the newer half of histories",
-    "ours-once": "ours, histories sent once",
     "ours-by-request": "ours, by request, one lookup",
-    "ours-balanced": "ours, balanced batches",
 }
 """Those of ``end_to_end.py``, in words."""
-RUNGS = {
-    "padded": "padded: linear layers, padding, SDPA",
-    "linear-varlen": "jagged: linear layers, FlashAttention-2",
-    "ours-explicit": "fused: keys and values by kernels of ours",
-    "ours-absorbed": "absorbed: no keys, no values",
-    "ours": "host: launches replayed by C++",
-    "ours-single-lookup": "one lookup for targets, histories and bags",
-    "ours-index-dedup": "deduplicated: each id of a batch is looked up once",
-}
-"""Of its ladder: what each does that the one before does not."""
 MEANS = (50, 200, 1000, 4000)
+GPUS = (1, 2, 4, 8)
+SHARDINGS = ("row_wise", "table_wise")
+"""Of the item table, where ``end_to_end.py`` runs on several GPUs."""
 SEARCH = "mean-1000"
 """From where ``end_to_end_memory.py`` searches."""
 EPOCHS = "1.0"
@@ -125,6 +117,17 @@ EVENT_LOGS = {
 BUDGETS = {"1": "1", "0.5": "½", "0.25": "¼", "0.125": "⅛"}
 
 
+def step_case(
+    mean: int, gpus: int, sharding: str, candidates: int = 1, candidate_features: int = 0
+) -> str:
+    """The name of a case of ``end_to_end.py``."""
+    parts = [f"mean-{mean}"]
+    parts += [f"candidates-{candidates}"] * (candidates > 1)
+    parts += [f"features-{candidate_features}"] * (candidate_features > 0)
+    parts += [f"{gpus}-gpus-{sharding}"] * (gpus > 1)
+    return "-".join(parts)
+
+
 def steps(form: str, *figures: tuple[str, str], of: str = "") -> tuple[Column, ...]:
     """A column of each mean length, with a provider in each row.
 
@@ -137,6 +140,23 @@ def steps(form: str, *figures: tuple[str, str], of: str = "") -> tuple[Column, .
         Column(f"{mean:,} events, {{batch}} samples{{gpu}}", form, cells, f"mean-{mean}{of}")
         for mean in MEANS
     )
+
+
+def by_gpus(form: str, *figures: tuple[str, str]) -> Table:
+    """Rows of mean lengths, numbers of GPUs and shardings, with a column of each provider."""
+    rows = {
+        f"{mean:,} | {gpus} | {sharding.replace('_', '-') if gpus > 1 else 'whole'}": case
+        for mean in MEANS
+        for gpus in GPUS
+        for sharding in SHARDINGS
+        if gpus > 1 or sharding == SHARDINGS[0]
+        for case in [step_case(mean, gpus, sharding)]
+    }
+    columns = tuple(
+        Column(words, form, tuple(Cell(name, "step", *figure) for figure in figures))
+        for name, words in STEP_PROVIDERS.items()
+    )
+    return Table(("end_to_end_gpus",), "events | GPUs | item table", rows, columns)
 
 
 def with_error(case: str, log: str, metric: str, unit: str, head: str = "") -> Column:
@@ -206,11 +226,22 @@ def goals_of_rows() -> tuple[Goal, ...]:
     return tuple(goals)
 
 
-def request_goal(what: str, metric: tuple[str, str], bound: str, *, at_most: bool = False) -> Goal:
+def gpus_goal(mean: int, gpus: int, what: str, peer_gpus: int, peer: str, bound: str) -> Goal:
+    """Samples a second of ours with its item table by rows, to those of a peer on so many GPUs."""
+    above, below = (step_case(mean, n, SHARDINGS[0]) for n in (gpus, peer_gpus))
+    return Goal(
+        f"mean {mean:,}, samples/s: {what}",
+        (above, Cell("ours", "step", "throughput", "samples/s")),
+        (below, Cell(peer, "step", "throughput", "samples/s")),
+        bound,
+    )
+
+
+def request_goal(what: str, metric: tuple[str, str], bound: str) -> Goal:
     """Of a step with 32 candidates of each request: by request, to samples with copies."""
     case = "mean-200-candidates-32-features-13"
     by_request, by_sample = (Cell(name, "step", *metric) for name in ("ours-by-request", "ours"))
-    return Goal(what, (case, by_request), (case, by_sample), bound, at_most)
+    return Goal(what, (case, by_request), (case, by_sample), bound)
 
 
 GOALS = {
@@ -228,29 +259,31 @@ GOALS = {
                 for mean in (200, 1000)
                 for peer in ("padded", "linear-varlen")
             ),
+        ),
+    ),
+    "end_to_end_gpus_goals": Goals(
+        ("end_to_end_gpus",),
+        (
             *(
-                Goal(
-                    f"mean {mean:,}, samples/s: two GPUs over one",
-                    (f"mean-{mean}-2-gpus", Cell("ours", "step", "throughput", "samples/s")),
-                    (f"mean-{mean}", Cell("ours", "step", "throughput", "samples/s")),
-                    "1.7",
-                )
-                for mean in (200, 1000)
+                step_goal(mean, "sum", bound, metric=("time", "ms"), at_most=True)
+                for mean, bound in ((200, "1.15"), (1000, "1.1"), (4000, "0.7"))
+            ),
+            *(
+                gpus_goal(mean, gpus, f"{gpus} GPUs over one", 1, "ours", bound)
+                for gpus, bounds in ((2, ("1.7", "1.8")), (4, ("3.2", "3.4")))
+                for mean, bound in zip((1000, 4000), bounds, strict=True)
+            ),
+            gpus_goal(1000, 2, "2 GPUs, ours over sum pooling", 2, "sum", "0.91"),
+            gpus_goal(4000, 2, "2 GPUs, ours over sum pooling", 2, "sum", "1.43"),
+            gpus_goal(
+                1000, 2, "2 GPUs, ours over linear + FlashAttention-2", 2, "linear-varlen", "3.5"
             ),
         ),
     ),
     "target_attention_rows_goals": Goals(("target_attention_rows",), goals_of_rows()),
     "end_to_end_requests_goals": Goals(
         ("end_to_end",),
-        (
-            request_goal("samples/s: by request over samples", ("throughput", "samples/s"), "8"),
-            request_goal(
-                "history traffic: by request over samples",
-                ("history_traffic", "MiB"),
-                "0.1",
-                at_most=True,
-            ),
-        ),
+        (request_goal("samples/s: by request over samples", ("throughput", "samples/s"), "8"),),
     ),
     "ikbo_goals": Goals(
         ("ikbo",),
@@ -315,35 +348,17 @@ MODEL_TABLES = {
         {label: name for name, label in STEP_PROVIDERS.items()},
         steps("{} ({}), {}", ("time", "ms"), ("gpu_busy", "ms"), ("peak_memory", "MiB")),
     ),
-    "end_to_end_ladder": Table(
-        ("end_to_end",),
-        "with all of the rows above",
-        {label: name for name, label in RUNGS.items()},
-        steps("{} ms, {} ×", ("time", "ms"), ("throughput", "× ours")),
-        ours="padded",
-    ),
     "end_to_end_requests": Table(
         ("end_to_end",),
         "pooling",
         {label: name for name, label in STEP_PROVIDERS.items()},
-        steps(
-            "{} ms, {} MiB",
-            ("time", "ms"),
-            ("history_traffic", "MiB"),
-            of="-candidates-32-features-13",
-        ),
+        steps("{} ms", ("time", "ms"), of="-candidates-32-features-13"),
     ),
-    "end_to_end_gpus": Table(
-        ("end_to_end",),
-        "pooling",
-        {label: name for name, label in STEP_PROVIDERS.items()},
-        steps("{} ms, {}/s", ("time", "ms"), ("throughput", "samples/s"), of="-2-gpus"),
+    "end_to_end_gpus": by_gpus(
+        "{} ({}), {}", ("time", "ms"), ("gpu_busy", "ms"), ("throughput", "samples/s")
     ),
-    "end_to_end_balanced": Table(
-        ("end_to_end_balanced",),
-        "batches of two ranks",
-        {"as shuffled": "ours", "balanced": "ours-balanced"},
-        steps("{} ms, {}/s", ("time", "ms"), ("throughput", "samples/s"), of="-2-gpus"),
+    "end_to_end_sent": by_gpus(
+        "{}, {}, {}", ("sent", "MiB"), ("sent_by_length", "MiB"), ("sent_rows", "MiB")
     ),
     "end_to_end_selection": Table(
         ("end_to_end_selection",),

@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import io
+import itertools
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -32,7 +32,16 @@ from matplotlib.figure import Figure
 sys.path.append(str(Path(__file__).parent))
 
 import model_specs
-from model_specs import LOGS, MEANS, POOLINGS, SEARCH, STEP_PROVIDERS
+from model_specs import (
+    GPUS,
+    LOGS,
+    MEANS,
+    POOLINGS,
+    SEARCH,
+    SHARDINGS,
+    STEP_PROVIDERS,
+    step_case,
+)
 from table_specs import OPS, Cell
 from tables import DOCUMENTS, NO_MEMORY, RESULTS, ROOT, Figures, files_of, refill, say
 
@@ -178,47 +187,25 @@ def end_to_end_memory(figures: Figures, figure: Figure) -> None:
     ax.set_ylabel("peak memory of a step, tables included, GiB")
 
 
-def end_to_end_parts(figures: Figures, figure: Figure) -> None:
-    """Where a step's time goes."""
-    parts = {
-        "gpu_attention": "attention",
-        "gpu_dense": "dense layers and Adam",
-        "gpu_lookups": "lookups",
-        "gpu_copies": "copies",
-        "gpu_communication": "communication",
-        "host": "GPU waits for the host",
-    }
-    plain = re.compile(r"mean-(\d+)(?:-(\d)-gpus)?")
-    cases = [case for case in figures.cases if plain.fullmatch(case)]
-    cases = [case for case in cases if case.startswith(("mean-200", "mean-1000"))] or cases
-    cases.sort(key=lambda case: ("gpus" in case, len(case)))
-    providers = [
-        name
-        for name in STEP_PROVIDERS
-        if name != "padded-din"  # beside whose steps the others' parts could not be seen
-        and any(figures.find(case, Cell(name, "step", "gpu_busy")) for case in cases)
-    ]
-    height = -(-len(cases) // 2)
-    figure.set_figheight(1 + 3 * height)
-    axes = [*figure.subplots(height, 2, squeeze=False, sharey=True).flat]
-    for ax in axes[len(cases) :]:
-        ax.remove()
-    for ax, case in zip(axes[: len(cases)], cases, strict=True):
-        lefts = [0.0] * len(providers)
-        for colour, (metric, label) in zip([*COLOURS[:5], GREY], parts.items(), strict=True):
-            found = [figures.find(case, Cell(name, "step", metric)) for name in providers]
-            widths = [_number(x or 0) for x in found]
-            ax.barh(range(len(widths)), widths, 0.7, left=lefts, color=colour, label=label)
-            lefts = [a + b for a, b in zip(lefts, widths, strict=True)]
-        ax.set_yticks(range(len(providers)), [STEP_PROVIDERS[name] for name in providers])
-        mean, gpus = plain.fullmatch(case).groups()
-        on = f"{gpus} GPUs" if gpus else "one GPU"
-        if figures.gpu(case):
-            on += f",\n{figures.gpu(case)}"
-        title = f"{int(mean):,} events, {figures.batch(case)} samples a GPU, {on}"
-        ax.set(title=title, xlabel="ms of a step")
-    figure.axes[0].invert_yaxis()
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
+def end_to_end_gpus(figures: Figures, figure: Figure) -> None:
+    """Samples a second by the number of GPUs, with the faster sharding of each."""
+    means = [mean for mean in MEANS if f"mean-{mean}" in figures.cases]
+    for ax, mean in zip(figure.subplots(1, len(means), squeeze=False)[0], means, strict=True):
+        for name in ("sum", "linear-varlen", "ours"):
+            cell, speeds = Cell(name, "step", "throughput", "samples/s"), {}
+            for gpus, sharding in itertools.product(GPUS, SHARDINGS):
+                speed = figures.find(step_case(mean, gpus, sharding), cell)
+                if speed is not None:
+                    speeds[gpus] = max(speeds.get(gpus, 0), float(speed) / 1000)
+            ax.plot(
+                [*speeds], [*speeds.values()], marker="o", color=SHOWN[name],
+                label=STEP_PROVIDERS[name],
+            )  # fmt: skip
+        batch = figures.batch(f"mean-{mean}")
+        ax.set(title=f"{mean:,} events, {batch} samples a GPU", xlabel="GPUs", ylim=0)
+        ax.set_xticks([gpus for gpus in GPUS if gpus <= ax.get_xlim()[1]])
+    figure.axes[0].set_ylabel("thousand samples/s")
+    figure.axes[0].legend()
 
 
 def end_to_end_largest(figures: Figures, figure: Figure) -> None:
@@ -319,7 +306,7 @@ class Plot(NamedTuple):
 
 PLOTS = (
     Plot(end_to_end, ("end_to_end",), (10, 4), "Training speed of a whole model", "sum"),
-    Plot(end_to_end_parts, ("end_to_end",), (10, 4), "Where the time of a step goes"),
+    Plot(end_to_end_gpus, ("end_to_end_gpus",), (10, 3), "Training speed by number of GPUs"),
     Plot(end_to_end_memory, ("end_to_end",), (10, 4), "Memory of a whole model"),
     Plot(end_to_end_largest, ("end_to_end_memory",), (10, 2.5), "What fits in one GPU's memory"),
     Plot(

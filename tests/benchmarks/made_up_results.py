@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 from end_to_end_peers import PROVIDERS
 from end_to_end_results import add
-from end_to_end_trace import PARTS
+from model_specs import SHARDINGS, step_case
 from quality_models import POOLINGS, Run
 
 STAMP = {"gpu": "a GPU", "torch": "2.13.0", "triton": "3.7.1", "torchrec": "1.8.0",
@@ -22,7 +22,7 @@ BATCH = 8192
 
 def step_rows(mean: int, gpus: int, lacking_memory: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
     """Of ``end_to_end.py``: the provider of the place ``i`` takes ``10 - i / 2`` ms a step."""
-    case = f"mean-{mean}" + (f"-{gpus}-gpus" if gpus > 1 else "")
+    case = step_case(mean, gpus, SHARDINGS[0])
     for i, name in enumerate(PROVIDERS):
         label = {**STAMP, "suite": "end_to_end", "case": case, "mode": "step", "provider": name,
                  "batch": BATCH, "gpus": gpus}  # fmt: skip
@@ -35,20 +35,19 @@ def step_rows(mean: int, gpus: int, lacking_memory: Iterable[str] = ()) -> Itera
             ("throughput", "samples/s"): BATCH * gpus * 1e3 / ms,
             ("peak_memory", "MiB"): 1024 * (20 - i),
             ("gpu_busy", "ms"): ms * 0.6,
-            ("host", "ms"): ms * 0.4,
-            **{(f"gpu_{part}", "ms"): ms * 0.12 for part in PARTS},
         }
         for (metric, unit), median in figures.items():
             yield {**label, "metric": metric, "unit": unit, "median": median}
 
 
 def write_steps(folder: Path) -> None:
-    """A file of ``end_to_end.py``; with 4,000 events, padding lacks memory."""
+    """Files of ``end_to_end.py``; with 4,000 events, padding lacks memory."""
     rows = [
-        *step_rows(200, 1), *step_rows(1000, 1), *step_rows(200, 2),
+        *step_rows(200, 1), *step_rows(1000, 1),
         *step_rows(4000, 1, lacking_memory=("padded", "padded-din")),
     ]  # fmt: skip
     add(folder / "end_to_end.csv", rows)
+    add(folder / "end_to_end_gpus.csv", [*step_rows(1000, 1), *step_rows(1000, 2)])
 
 
 def write_searches(folder: Path) -> None:

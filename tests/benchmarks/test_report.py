@@ -14,11 +14,12 @@ import model_specs
 import report
 import run
 import tables
-from end_to_end_peers import PROVIDERS
+from end_to_end_results import add
+from model_specs import step_case
 
 from tests.benchmarks import made_up_results
 
-OF_MODELS = {"end_to_end", "end_to_end_memory", "end_to_end_quality", "quality"}
+OF_MODELS = {"end_to_end", "end_to_end_gpus", "end_to_end_memory", "end_to_end_quality", "quality"}
 """Files that :mod:`made_up_results` writes."""
 
 
@@ -126,7 +127,7 @@ def test_stale_plots_are_named(tmp_path: Path, capsys: pytest.CaptureFixture):
 def test_speed_is_to_that_of_sum_pooling_and_a_gap_says_why(results):
     (ax,) = report.drawn(plot_of(report.end_to_end)).axes
     of = {bars.get_label(): [bar.get_height() for bar in bars] for bars in ax.containers}
-    assert of["ours"] == pytest.approx([10 / 6.5] * 3, rel=1e-3)
+    assert of["ours"] == pytest.approx([10 / 7.5] * 3, rel=1e-3)
     padded = of["linear + padded SDPA"]
     assert padded[:2] == pytest.approx([10 / 9.5] * 2, rel=1e-3)
     assert padded[2] != padded[2]
@@ -144,17 +145,21 @@ def test_an_error_is_drawn_as_a_word(results):
     assert error not in texts
 
 
-def test_parts_of_a_step_add_up(results):
-    figure = report.drawn(plot_of(report.end_to_end_parts))
-    assert [ax.get_title() for ax in figure.axes] == [
-        "200 events, 8,192 samples a GPU, one GPU",
-        "1,000 events, 8,192 samples a GPU, one GPU",
-        "200 events, 8,192 samples a GPU, 2 GPUs",
-    ]
-    for ax in figure.axes:
-        ends = [bar.get_x() + bar.get_width() for bar in ax.containers[-1]]
-        drawn = (i for i, name in enumerate(PROVIDERS) if name != "padded-din")
-        assert ends == pytest.approx([10 - i / 2 for i in drawn])
+def test_speed_by_number_of_gpus_is_of_the_faster_sharding(results):
+    csv = results / "end_to_end_gpus.csv"
+    rows = [*made_up_results.step_rows(1000, 2)]
+    for row in rows:
+        row["case"] = step_case(1000, 2, "table_wise")
+        row["median"] *= 1 + (row["provider"] == "sum")
+    add(csv, rows)
+    (ax,) = report.drawn(plot_of(report.end_to_end_gpus)).axes
+    lines = {line.get_label(): line for line in ax.lines}
+    assert [*lines] == ["sum pooling", "linear + FlashAttention-2", "ours"]
+    assert lines["ours"].get_xdata().tolist() == [1, 2]
+    of_one = made_up_results.BATCH / 7.5
+    assert lines["ours"].get_ydata().tolist() == pytest.approx([of_one, 2 * of_one], rel=1e-3)
+    of_one = made_up_results.BATCH / 10
+    assert lines["sum pooling"].get_ydata() == pytest.approx([of_one, 4 * of_one], rel=1e-3)
 
 
 def test_memory_in_gib(results):
