@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.testing import (
     RoundingErrors,
     assert_close,
@@ -231,6 +231,17 @@ def test_views_share_the_errors_of_their_memory():
     assert (bound[:, 0] < 1e-30).all()
 
 
+def test_sigmoids_below_the_least_number():
+    """GPUs have zeros for them, which SiLU multiplies by far scores."""
+
+    def silu(x):
+        of_score = torch.sigmoid(x)
+        least = torch.finfo(x.dtype).smallest_normal
+        return x * of_score.masked_fill(of_score < least, 0)
+
+    assert_matches_oracle(silu, lambda x: F.silu(x), {"x": torch.linspace(-110, -80, 500)})
+
+
 def test_what_has_no_rule_is_refused():
     x = draw(3).double()
     with RoundingErrors(torch.float32), pytest.raises(NotImplementedError, match=r"aten\.erfinv"):
@@ -246,7 +257,7 @@ def test_what_has_no_rule_is_refused():
             NotImplementedError, match=r"return fp64, got torch\.float32, torch\.float64"
         ),
     ):  # an op of ours, whose statistics are fp32
-        jagged_target_attention(x.view(1, 1, -1), x.view(1, -1), torch.tensor([0, 1]))
+        jagged_flash_attention(*[x.view(1, 1, -1)] * 3, torch.tensor([0, 1]))
 
 
 def test_gradients_of_another_set_of_inputs_are_refused():

@@ -328,6 +328,16 @@ for _name, _slope in EXPONENTIAL.items():
     RULES[_name] = _exponential
 
 
+def _of_small_sigmoid(errors: RoundingErrors, factor: Tensor) -> Tensor:
+    """What it adds that a sigmoid below the least number may be zero when ``factor`` comes."""
+    return (factor * errors.least).square_().nan_to_num_(0, 0, 0)
+
+
+@_rule("silu")
+def _silu(errors, func, out, x, of_power=RULES["silu"]):
+    return of_power(errors, func, out, x) + _of_small_sigmoid(errors, x)
+
+
 @_rule("gelu")
 def _gelu(errors, func, out, x, **_):
     of_x = _total(errors.squares(x), (x * errors.unit_of_sums).square_())
@@ -350,7 +360,7 @@ def _silu_backward(errors, func, out, grad, x):
     second = s * (1 - s) * (2 + x * (1 - 2 * s))
     rounded = (x.abs() * errors.unit_of_sums).square_()
     of_x = _total(errors.squares(x), rounded) * (grad * second) ** 2
-    parts = errors.rounded(grad * s * (1 + x.abs()))
+    parts = errors.rounded(grad * s * (1 + x.abs())) + _of_small_sigmoid(errors, grad * x)
     return _total(_times(errors.squares(grad), slope), of_x, parts, errors.rounded(out))
 
 
