@@ -74,7 +74,8 @@ def run_by_sample(
 
 def attention_peer(bias, parameters, x, mask):
     mha = nn.MultiheadAttention(x.shape[1], 2, bias=bias, device="meta")
-    return functional_call(mha, parameters, (x, x, x), {"attn_mask": mask}, strict=True)[0]
+    options = {"attn_mask": mask, "need_weights": False}  # weights of a row that sees none are NaN
+    return functional_call(mha, parameters, (x, x, x), options, strict=True)[0]
 
 
 def layer_peer(parameters, x, mask):

@@ -177,9 +177,10 @@ def test_module(keys_and_values, device):
     ],
 )
 def test_module_of_self_attention(make, peer, device):
-    module = make(16, 2, row_dropout=0.4, device="meta")
+    """A CPU drops the only row of a sample, which then sees none; other devices may, too."""
+    module = make(16, 2, row_dropout=0.7, device="meta")
     inputs = make_self_inputs(module, device)
-    weights = kept(device, len(inputs["rows"]), 0.4)
+    weights = kept(device, len(inputs["rows"]), 0.7)
     oracle = functools.partial(run_by_sample, peer, 2, False, prior_weights=weights)
     assert_matches_oracle(seeded(functools.partial(run, module)), oracle, inputs)
     module.eval()
