@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from torchrec_jagged_attn.modules import (
         HistoryEmbeddingCollectionSharder,
+        HistoryEmbeddingShardingPlanner,
         HistoryEncoderLayer,
         JaggedFeatureInteraction,
         JaggedSelfAttention,
@@ -62,6 +63,7 @@ __all__ = [
     "EventSelection",
     "Events",
     "HistoryEmbeddingCollectionSharder",
+    "HistoryEmbeddingShardingPlanner",
     "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedLayout",

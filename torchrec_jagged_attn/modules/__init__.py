@@ -6,6 +6,7 @@ from torchrec_jagged_attn.modules.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
 )
 from torchrec_jagged_attn.modules.feature_interaction import JaggedFeatureInteraction
+from torchrec_jagged_attn.modules.history_planner import HistoryEmbeddingShardingPlanner
 from torchrec_jagged_attn.modules.history_sharding import HistoryEmbeddingCollectionSharder
 from torchrec_jagged_attn.modules.requests import repeat_by_request
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer, JaggedSelfAttention
@@ -14,6 +15,7 @@ from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 
 __all__ = [
     "HistoryEmbeddingCollectionSharder",
+    "HistoryEmbeddingShardingPlanner",
     "HistoryEncoderLayer",
     "JaggedFeatureInteraction",
     "JaggedSelfAttention",

@@ -6,8 +6,9 @@ histories go another way: their ids are sorted by owner, which looks the rows up
 travel, too, but in one copy. All go through one lookup, so that a row that both a target and
 histories have is updated once.
 
-TorchRec has no public way to this. Here and in ``lookup_rows.py`` and ``lookup_bags.py`` are all of
-its private names that are read; ``tests/torchrec/test_rows_that_stay.py`` fails where they change.
+TorchRec has no public way to this. Here and in ``history_planner.py``, ``lookup_rows.py`` and
+``lookup_bags.py`` are all of its private names that are read; ``test_rows_that_stay.py`` and
+``test_planner.py`` of ``tests/torchrec`` fail where they change.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def set_histories(collection: nn.Module, histories: dict[str, HistoryFeatures]) 
     collection.__dict__["_histories"] = histories
 
 
-def _histories_of(collection: nn.Module) -> dict[str, HistoryFeatures]:
+def histories_of(collection: nn.Module) -> dict[str, HistoryFeatures]:
     return collection.__dict__.get("_histories", {})
 
 
@@ -235,7 +236,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         self._parts: list[_Part] = []
         self._orders: dict[tuple[Any, ...], tuple[list[int], Tensor]] = {}
         self._output_dists = [
-            self._add_part(kind, sharding, _histories_of(module), output_dist)
+            self._add_part(kind, sharding, histories_of(module), output_dist)
             for (kind, sharding), output_dist in zip(
                 self._sharding_type_to_sharding.items(), self._output_dists, strict=True
             )
@@ -472,6 +473,7 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     from those of one rank by rounding.
 
     Tables of histories may be sharded row-wise, the best, table-wise or be data-parallel.
+    :class:`HistoryEmbeddingShardingPlanner` knows what each costs.
 
     Args:
         fused_params: as for ``EmbeddingCollectionSharder``.
@@ -496,7 +498,7 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        if not _histories_of(module) or env.world_size == 1:
+        if not histories_of(module) or env.world_size == 1:
             return super().shard(module, params, env, device, module_fqn)
         for config in module.embedding_configs():
             kind = params[config.name].sharding_type
