@@ -199,8 +199,8 @@ from torch.utils.data import DataLoader
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
-from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.metrics.ne import compute_ne, get_ne_states
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -213,6 +213,8 @@ from tqdm import tqdm
 
 from torchrec_jagged_attn import (
     BalancedBatchSampler,
+    HistoryEmbeddingCollectionSharder,
+    HistoryEmbeddingShardingPlanner,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
@@ -267,8 +269,8 @@ def shard(
     apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": args.table_lr})
     initial = {name: value.clone() for name, value in model.state_dict().items()}
     tables = model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
-    sharders = get_default_sharders()
-    planner = EmbeddingShardingPlanner(
+    sharders = [EmbeddingBagCollectionSharder(), HistoryEmbeddingCollectionSharder()]
+    planner = HistoryEmbeddingShardingPlanner(
         batch_size=args.batch_size // dist.get_world_size(),
         constraints={
             table.name: ParameterConstraints(
