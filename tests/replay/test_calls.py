@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.ops.test_target_attention import arguments_of
 from torchrec_jagged_attn import (
     JaggedSelfAttention,
     JaggedTargetAttention,
@@ -330,6 +331,20 @@ def of_silu_target(lengths, device):
     return attend, leaves, rest | {"score": "silu"}
 
 
+def of_placed_target(lengths, device):
+    """Rows that are every second one of a larger batch."""
+    _, leaves, rest = of_target_of_requests(lengths, device)
+    rest["places"] = 2 * torch.arange(sum(lengths), device=device)
+    rest["ends"] = 2 * rest["offsets"][1:]
+    rest["row_dropout"] = rest["dropout"] = torch.tensor([7, 2**30], device=device)
+
+    def attend(**inputs):
+        arguments = arguments_of(inputs, score="silu", for_backward=torch.is_grad_enabled())
+        return target_attention.call_target_attention(*arguments)
+
+    return attend, leaves, rest
+
+
 def of_sigmoid_module(lengths, device):
     return of_module(lengths, device, score="sigmoid")
 
@@ -412,7 +427,7 @@ KINDS = {
         of_weighted_target, of_weighted_module, of_weighted_explicit_module,
         of_dropped_target, of_dropped_module, of_dropped_weights_target,
         of_dropped_weights_module, of_dropped_weights_explicit_module,
-        of_silu_target, of_sigmoid_module,
+        of_silu_target, of_placed_target, of_sigmoid_module,
         of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
         of_explicit_jagged_module_of_rows, of_module_by_index,
         of_jagged_module_of_rows_by_index, of_explicit_module_by_index, of_taken_rows,

@@ -368,7 +368,7 @@ class _WithLogSumExp(torch.autograd.Function):
                 grad_out, args, outputs, TargetArguments(*needs), grad_lse=grad_lse
             )._asdict()
         names = zip(TargetArguments._fields, needs, strict=True)
-        return tuple(grads[name] if need else None for name, need in names)
+        return tuple(grads.get(name) if need else None for name, need in names)
 
 
 def flops_of(args: TargetArguments, needs: object) -> int:
