@@ -60,6 +60,7 @@ from torchrec.datasets.utils import Batch
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+from end_to_end_cases import SHARDINGS, step_case
 from end_to_end_models import (
     CLIP,
     Sizes,
@@ -73,7 +74,6 @@ from end_to_end_models import (
 from end_to_end_peers import PROVIDERS, check_attentions, in_a_line, set_longest
 from end_to_end_results import SIZES, add, matching, measured_with, step_table
 from end_to_end_trace import SentBytes, Trace
-from model_specs import SHARDINGS, step_case
 from options import HelpFormatter, number, writable_file
 
 from torchrec_jagged_attn.modules.target_attention_arguments import check_target_heads
@@ -132,8 +132,9 @@ class Training:
 
     def use(self, sizes: Sizes) -> None:
         """Goes on with batches of other lengths, or another number of samples."""
+        before = getattr(self, "sizes", sizes)  # some of whose batches the pipeline still has
         self.sizes, self.times = sizes, []
-        set_longest(self.pipeline._model, CLIP * sizes.mean)
+        set_longest(self.pipeline._model, CLIP * max(sizes.mean, before.mean))
         by_request = self.provider.by_request
         self.made = make_batches(
             sizes, self.num_batches, self.device, dist.get_rank(), by_request=by_request
@@ -143,6 +144,7 @@ class Training:
         ]
         self.rows_per_sample = sizes.histories * torch.cat(lengths).double().mean().item()
         self.go_through(self.made)
+        set_longest(self.pipeline._model, CLIP * sizes.mean)
 
     def go_through(self, batches: list[Batch]) -> None:
         """Takes these batches from now on, once those ahead are through."""
@@ -211,10 +213,12 @@ class Training:
                "p20": samples / p80, "p80": samples / p20}  # fmt: skip
         if self.on_gpu:
             yield {"metric": "peak_memory", "unit": "MiB", "median": self.peak()}
-        if dist.get_world_size() > 1:
-            names = ("sent", "sent_by_length", "sent_rows")
-            for name, sent in zip(names, self.sent_bytes(), strict=True):
-                yield {"metric": name, "unit": "MiB", "median": sent / 2**20}
+
+    def traffic(self) -> Iterator[dict[str, Any]]:
+        """Rows of the CSV, of several ranks."""
+        names = ("sent", "sent_by_length", "sent_rows")
+        for name, sent in zip(names, self.sent_bytes(), strict=True):
+            yield {"metric": name, "unit": "MiB", "median": sent / 2**20}
 
     def profile(self, file: Path, *, of_cpu: bool = False) -> Iterator[dict[str, Any]]:
         """Rows of the CSV from a profile, which is written to ``file``, too."""
@@ -325,6 +329,8 @@ class Measurement:
         for _ in range(rounds):
             self.in_turns(sizes, keys, Training.time_round)
         self.in_turns(sizes, keys, lambda training: self.write(training, training.figures()))
+        if dist.get_world_size() > 1:
+            self.in_turns(sizes, keys, lambda training: self.write(training, training.traffic()))
 
     def profile(self, sizes: Sizes, keys: list[Key], _rounds: int) -> None:
         """Writes those of profiles."""

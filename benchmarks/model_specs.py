@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from end_to_end_cases import GPUS, SHARDINGS, step_case
 from table_specs import Cell, Column, Table, one
 
 __all__ = [
@@ -65,9 +66,6 @@ STEP_PROVIDERS = {
 }
 """Those of ``end_to_end.py``, in words."""
 MEANS = (50, 200, 1000, 4000)
-GPUS = (1, 2, 4, 8)
-SHARDINGS = ("row_wise", "table_wise")
-"""Of the item table, where ``end_to_end.py`` runs on several GPUs."""
 SEARCH = "mean-1000"
 """From where ``end_to_end_memory.py`` searches."""
 EPOCHS = "1.0"
@@ -115,17 +113,6 @@ EVENT_LOGS = {
     "made-up-gpu": "made up, on a GPU",
 }
 BUDGETS = {"1": "1", "0.5": "½", "0.25": "¼", "0.125": "⅛"}
-
-
-def step_case(
-    mean: int, gpus: int, sharding: str, candidates: int = 1, candidate_features: int = 0
-) -> str:
-    """The name of a case of ``end_to_end.py``."""
-    parts = [f"mean-{mean}"]
-    parts += [f"candidates-{candidates}"] * (candidates > 1)
-    parts += [f"features-{candidate_features}"] * (candidate_features > 0)
-    parts += [f"{gpus}-gpus-{sharding}"] * (gpus > 1)
-    return "-".join(parts)
 
 
 def steps(form: str, *figures: tuple[str, str], of: str = "") -> tuple[Column, ...]:

@@ -32,16 +32,8 @@ from matplotlib.figure import Figure
 sys.path.append(str(Path(__file__).parent))
 
 import model_specs
-from model_specs import (
-    GPUS,
-    LOGS,
-    MEANS,
-    POOLINGS,
-    SEARCH,
-    SHARDINGS,
-    STEP_PROVIDERS,
-    step_case,
-)
+from end_to_end_cases import GPUS, SHARDINGS, step_case
+from model_specs import LOGS, MEANS, POOLINGS, SEARCH, STEP_PROVIDERS
 from table_specs import OPS, Cell
 from tables import DOCUMENTS, NO_MEMORY, RESULTS, ROOT, Figures, files_of, refill, say
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from end_to_end_cases import SHARDINGS, step_case
 from end_to_end_peers import PROVIDERS
 from end_to_end_results import add
-from model_specs import SHARDINGS, step_case
 from quality_models import POOLINGS, Run
 
 STAMP = {"gpu": "a GPU", "torch": "2.13.0", "triton": "3.7.1", "torchrec": "1.8.0",

@@ -23,12 +23,12 @@ import end_to_end_peers
 import end_to_end_quality
 import end_to_end_results
 from end_to_end import QUICK, Training, main
+from end_to_end_cases import SHARDINGS
 from end_to_end_memory import largest
 from end_to_end_models import CLIP, Sizes, make_batches, make_lengths, newest_events, process_group
 from end_to_end_peers import PROVIDERS
 from end_to_end_trace import SentBytes, Trace
 from events import Events
-from model_specs import SHARDINGS
 from planted import planted_log
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.sparse.jagged_tensor import JaggedTensor

@@ -14,8 +14,8 @@ import model_specs
 import report
 import run
 import tables
+from end_to_end_cases import step_case
 from end_to_end_results import add
-from model_specs import step_case
 
 from tests.benchmarks import made_up_results
 

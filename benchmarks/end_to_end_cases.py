@@ -1,0 +1,18 @@
+"""The names of the cases of ``end_to_end.py``, for the script and for what reads its figures."""
+
+__all__ = ["GPUS", "SHARDINGS", "step_case"]
+
+GPUS = (1, 2, 4, 8)
+SHARDINGS = ("row_wise", "table_wise")
+"""Of the item table, on several GPUs."""
+
+
+def step_case(
+    mean: int, gpus: int, sharding: str, candidates: int = 1, candidate_features: int = 0
+) -> str:
+    """The name of a case; on one GPU nothing is sharded."""
+    parts = [f"mean-{mean}"]
+    parts += [f"candidates-{candidates}"] * (candidates > 1)
+    parts += [f"features-{candidate_features}"] * (candidate_features > 0)
+    parts += [f"{gpus}-gpus-{sharding}"] * (gpus > 1)
+    return "-".join(parts)
