@@ -44,6 +44,7 @@ class Scenario:
     single_lookup: bool = False
     candidates: str = "one"
     candidate_features: tuple[str, ...] = ()
+    single_id_features: tuple[str, ...] = ()
 
     def find(self, name: str) -> tuple[EmbeddingBagConfig, str]:
         """Table and feature of ``feature`` or ``feature@table``."""
@@ -180,6 +181,21 @@ SCENARIOS = {
             TargetAttentionConfig("item", "clicks", timestamps="click_times", request_time="now"),
         ],
     ),
+    "single-ids": Scenario(  # of a table with a target, one without, one of bags, another width
+        [
+            table("t_item", "bought", "hist", "item"),
+            table("t_user", "user", "age", pooling="MEAN"),
+            table("t_tag", "tags", "city"),
+            table("t_wide", "device", "city", width=12),
+        ],
+        [TargetAttentionConfig("item", "hist")],
+        single_id_features=("bought", "user", "age", "city", "device"),
+    ),
+    "single-ids-alone": Scenario(
+        [table("t_item", "hist", "item", "cat"), table("t_user", "user", "age", pooling="MEAN")],
+        [TargetAttentionConfig("item", "hist")],
+        single_id_features=("user", "age", "cat"),
+    ),
 }
 
 LENGTHS = {
@@ -197,7 +213,7 @@ def keys_of(scenario: Scenario) -> list[str]:
 
 
 def make_batch(scenario: Scenario, lengths: list[int], seed: int = 0) -> Batch:
-    """Random ids: one per target, histories as long as ``lengths``, other features by chance."""
+    """Random ids: one per target or single id, ``lengths`` of histories, others by chance."""
     rng = random.Random(seed)
     targets, histories = (
         {name for config in scenario.attentions for name in scenario.features(names(config))}
@@ -205,7 +221,7 @@ def make_batch(scenario: Scenario, lengths: list[int], seed: int = 0) -> Batch:
     )
     batch: Batch = {}
     for key in keys_of(scenario):
-        if key in targets:
+        if key in targets or key in scenario.single_id_features:
             counts = [1] * len(lengths)
         elif key in histories:
             counts = lengths
@@ -255,6 +271,7 @@ def make_collection(
         single_lookup=scenario.single_lookup,
         candidates=scenario.candidates,
         candidate_features=scenario.candidate_features,
+        single_id_features=scenario.single_id_features,
     )
     for parameter in collection.parameters():
         nn.init.normal_(parameter, std=0.5)

@@ -29,6 +29,7 @@ from tests.modules.collection_scenarios import (
     PAIR,
     PAIRS,
     SCENARIOS,
+    Scenario,
     make_batch,
     make_collection,
     table,
@@ -275,6 +276,7 @@ def test_arguments_of_other_types_are_named(case: str):
     [
         ({"single_lookup": "no"}, "single_lookup must be a bool, got 'no'"),
         ({"candidate_features": 3}, "candidate_features must be a feature or a list .*, got 3"),
+        ({"single_id_features": 3}, "single_id_features must be a feature or a list .*, got 3"),
     ],
 )
 def test_options_of_other_types_are_named(option: dict, message: str):
@@ -331,6 +333,40 @@ def test_refused_at_run_time(case: str):
     with pytest.raises(ValueError, match=message) as error:
         collection(to_features(batch))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bags", [[[0], [], [1]], [[0], [], [1, 2]]])
+@pytest.mark.parametrize("feature", ["user", "bought"])  # of a table of its own, and a target's
+def test_single_ids_that_are_none_or_two_are_refused(feature: str, bags: list[list[int]]):
+    scenario = Scenario(
+        [table("t_item", "item", "hist", "bought"), table("t_user", "user")],
+        [PAIR],
+        single_id_features=("user", "bought"),
+    )
+    collection = make_collection(scenario)
+    good = {"item": GOOD["item"], "hist": GOOD["hist"], "user": [[0], [3], [1]]}
+    good["bought"] = GOOD["cat"]
+    collection(to_features(good))
+    message = f"single_id_features '{feature}' must have exactly one id in each sample, got 0 in sa"
+    with pytest.raises(ValueError, match=message):
+        collection(to_features(good | {feature: bags}))
+
+
+@pytest.mark.parametrize("names", ["item", ["user", "hist"], ["usr"], "brand"])
+def test_what_is_no_plain_feature_is_no_single_id(names: str | list[str]):
+    tables = [ITEM, table("t_user", "user", "brand")]
+    message = (
+        "single_id_features must be features of tables that are no target, history or candidate "
+        r"feature, of \['user'\], got "
+    )
+    with pytest.raises(ValueError, match=message):
+        TargetAttentionEmbeddingBagCollection(
+            tables,
+            PAIR,
+            candidates="jagged",
+            candidate_features="brand",
+            single_id_features=names,
+        )
 
 
 def test_batches_of_another_type_are_named():

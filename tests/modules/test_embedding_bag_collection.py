@@ -47,8 +47,14 @@ from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 SCENARIOS |= {
     f"{name}-single-lookup": dataclasses.replace(SCENARIOS[name], single_lookup=True)
-    for name in ("shared-table", "different-widths", "features-in-two-tables", "weighted")
+    for name in (
+        *("shared-table", "different-widths", "features-in-two-tables", "weighted"),
+        "single-ids",
+    )
 }
+SCENARIOS["single-ids-weighted"] = dataclasses.replace(
+    SCENARIOS["single-ids-alone"], is_weighted=True
+)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -86,7 +92,7 @@ def test_composition(name: str):
         for config in scenario.attentions
         for name in config.targets + config.histories
     }
-    if scenario.single_lookup:
+    if scenario.single_lookup or name in ("single-ids-alone", "single-ids-weighted"):
         widths = {t.embedding_dim for t in scenario.tables if t.name in in_sequences}
         in_sequences = {t.name for t in scenario.tables if t.embedding_dim in widths}
     configs = []
@@ -194,6 +200,8 @@ def test_no_sample_at_all(name: str, candidates: str, device: torch.device):
         ("timestamps", "jagged"),
         ("encoded", "one"),
         ("encoded", "jagged"),
+        ("single-ids-weighted", "one"),
+        ("single-ids", "jagged"),
     ],
 )
 def test_scripted(name: str, candidates: str, device: torch.device):
@@ -259,6 +267,7 @@ def test_shapes_without_values(name: str, candidates: str, mode: str):
             scenario.is_weighted,
             single_lookup=scenario.single_lookup,
             candidates=candidates,
+            single_id_features=scenario.single_id_features,
         )
         features = KeyedJaggedTensor(
             keys,
@@ -379,7 +388,7 @@ def test_meta_device():
         assert torch.equal(actual, attention_parameters(started)[f"0.{name}"]), name
 
 
-@pytest.mark.parametrize("name", ["several-pairs", "nothing-else", "timestamps"])
+@pytest.mark.parametrize("name", ["several-pairs", "nothing-else", "timestamps", "single-ids"])
 def test_fx_traces_around_the_pooling(name: str):
     scenario = SCENARIOS[name]
     collection = make_collection(scenario)
@@ -492,6 +501,29 @@ def test_half_precision_rows_of_a_single_lookup_are_rounded_after_they_are_poole
         assert torch.equal(out[name], pooled.to(dtype))
 
 
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_of_single_ids_are_what_pooling_gives(dtype: torch.dtype, is_weighted: bool):
+    """Bit by bit: nothing is added up."""
+    scenario = dataclasses.replace(
+        SCENARIOS["single-ids-alone"], is_weighted=is_weighted, single_lookup=True
+    )
+    pooled = make_collection(dataclasses.replace(scenario, single_id_features=()))
+    collection = make_collection(scenario)
+    collection.load_state_dict(pooled.state_dict())
+    features = to_features(make_batch(scenario, LENGTHS["mixed"]), is_weighted=is_weighted)
+    features, (sequences,), _ = looked_up(collection, features)
+    rows = {
+        name: JaggedTensor(sequence.values().to(dtype), lengths=sequence.lengths())
+        for name, sequence in sequences.items()
+    }
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        actual, expected = (x.pooling(features, [rows], None) for x in (collection, pooled))
+    assert actual.keys() == expected.keys()
+    assert actual.values().dtype == expected.values().dtype
+    assert torch.equal(actual.values(), expected.values())
+
+
 def test_a_single_lookup_is_of_all_tables_as_wide_as_an_attended_one():
     tables = [
         *(table("t_user", "user"), table("t_item", "item", "hist")),
@@ -520,21 +552,21 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("single_lookup", [False, True])
+@pytest.mark.parametrize("ids", ["bags", "single lookup", "single ids"])
 @pytest.mark.parametrize("table_of", [lambda name: f"t_{name}", lambda _: "t_shared"])
-def test_more_features_are_no_more_work_for_the_host(
-    table_of: Callable[[str], str], single_lookup: bool
-):
+def test_more_features_are_no_more_work_for_the_host(table_of: Callable[[str], str], ids: str):
     """Neither those of the EmbeddingBagCollection, nor those looked up with the target."""
 
     def num_ops(num_features: int) -> int:
         tables: dict[str, list[str]] = {table_of("item"): ["item", "hist"]}
-        for name in (f"user_{i}" for i in range(num_features)):
+        names = tuple(f"user_{i}" for i in range(num_features))
+        for name in names:
             tables.setdefault(table_of(name), []).append(name)
         scenario = Scenario(
             [table(name, *features) for name, features in tables.items()],
             [TargetAttentionConfig("item", "hist")],
-            single_lookup=single_lookup,
+            single_lookup=ids == "single lookup",
+            single_id_features=names if ids == "single ids" else (),
         )
         collection = make_collection(scenario)
         inputs = looked_up(collection, to_features(make_batch(scenario, [2, 0, 3])))

@@ -254,7 +254,13 @@ CASES: dict[str, tuple[ShardingType, str, dict[str, Any], bool, bool]] = {
     "samples, by column": (ShardingType.COLUMN_WISE, "SGD", {}, False, True),
     "samples, side by side": (ShardingType.TABLE_WISE, "SGD", {"side_by_side": True}, False, True),
     "samples, encoder": (ShardingType.TABLE_WISE, "SGD", {"encoder_layers": 1}, False, True),
-    "samples and ids": (ShardingType.ROW_WISE, "SGD", {"single_lookup": True}, True, True),
+    "samples and ids": (
+        ShardingType.ROW_WISE,
+        "SGD",
+        {"single_lookup": True, "single_id_features": ["user"]},
+        True,
+        True,
+    ),
     "requests": (ShardingType.TABLE_WISE, "SGD", dict(REQUESTS), True, True),
 }
 PIPELINED = {"ids, by row", "samples, by row, weighted", "samples and ids", "requests"}

@@ -93,8 +93,8 @@ def changed(change: Callable[[nn.Module], None]) -> Callable[[torch.device], Los
     return run
 
 
-def looked_up_together(device: torch.device) -> Losses:
-    separate, model = make_model(), make_model(single_lookup=True)
+def looked_up_together(device: torch.device, **options: Any) -> Losses:
+    separate, model = make_model(), make_model(single_lookup=True, **options)
     keys = {bag: key for key, bag in embedding_bag_keys(model).items()}
     names = {key: keys[bag] for key, bag in embedding_bag_keys(separate).items()}
     optimize_tables(model)
@@ -221,6 +221,7 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     "index dedup": deduplicated,
     "plan without constraints": planned_freely,
     "single lookup": looked_up_together,
+    "single ids": functools.partial(looked_up_together, single_id_features=["user"]),
     "variable batch sizes, evaluated": lambda device: evaluated(
         make_sharded_model(device), device, once=True
     ),
@@ -332,6 +333,7 @@ AS_PLAIN = [
     "index dedup",
     "plan without constraints",
     "single lookup",
+    "single ids",
     "variable batch sizes",
 ]
 

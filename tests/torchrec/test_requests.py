@@ -59,6 +59,11 @@ CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
         {"max_history": 2, "is_weighted": True, "tags": PoolingType.SUM},
     ),
     "single lookup": (ShardingType.TABLE_WISE, "SGD", {"single_lookup": True}),
+    "single ids": (
+        ShardingType.ROW_WISE,
+        "RowWiseAdagrad",
+        {"single_lookup": True, "single_id_features": ["user"]},
+    ),
     "encoder layers": (ShardingType.TABLE_WISE, "SGD", ENCODED),
 }
 
@@ -255,8 +260,13 @@ def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("tables", "options"),
-    [("fp32", {}), ("fp32", ENCODED | {"encoder_window": 3}), ("int8", {})],
-    ids=["fp32", "fp32, encoded", "int8"],
+    [
+        ("fp32", {}),
+        ("fp32", ENCODED | {"encoder_window": 3}),
+        ("int8", {}),
+        ("int8", {"single_lookup": True, "single_id_features": ["user"]}),
+    ],
+    ids=["fp32", "fp32, encoded", "int8", "int8, single ids"],
 )
 def test_traced_scripted_and_exported(
     tables: str, options: dict[str, Any], device: torch.device, fake_classes

@@ -45,7 +45,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "max_history": ("SGD", {"max_history": 2, "init": "mha"}),
     "encoder layers": ("SGD", {"encoder_layers": 1, "user_column": True}),
     "side by side": ("RowWiseAdagrad", {"side_by_side": True}),
-    "single lookup": ("SGD", {"single_lookup": True, "init": "mha"}),
+    "single lookup": (
+        "SGD",
+        {"single_lookup": True, "single_id_features": ["user"], "init": "mha"},
+    ),
 }
 LOOKUPS = {"ShardedHistoryEmbeddingCollection", "ShardedEmbeddingBagCollection"}
 

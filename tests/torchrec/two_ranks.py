@@ -172,6 +172,7 @@ def make_model(
     single_lookup: bool = False,
     candidates: str = "one",
     candidate_features: Sequence[str] = (),
+    single_id_features: Sequence[str] = (),
     side_by_side: bool = True,
     **options: Any,
 ) -> DLRMTrain:
@@ -211,6 +212,7 @@ def make_model(
         single_lookup=single_lookup,
         candidates=candidates,
         candidate_features=candidate_features,
+        single_id_features=single_id_features,
     )
     return DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))
 
@@ -232,7 +234,7 @@ def make_batch(step: int, rank: int, is_weighted: bool = False) -> Batch:
     lengths = HISTORY_LENGTHS[step][rank % 2]
     bags = {}
     for name in [*(n for names in FEATURES.values() for n in names), "times", "now"]:
-        if name in ("item", "cat", "now"):
+        if name in ("item", "cat", "now", "user"):
             counts = [1] * len(lengths)
         elif name in ("hist", "hist_cat", "times"):
             counts = lengths

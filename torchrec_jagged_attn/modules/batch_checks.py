@@ -4,6 +4,7 @@ Counts of rows are always checked. Values (ids, lengths, weights) are read on CP
 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -203,16 +204,25 @@ def check_history_weights(weights: torch.Tensor, name: str) -> None:
 
 
 def check_single_rows(
-    sequence: JaggedTensor, name: str, argument: str = "target", kind: str = "id"
+    sequences: list[JaggedTensor], names: list[str], argument: str, kind: str = "id"
 ) -> None:
-    """Each sample must have one row, or value, of the key ``name``, which ``argument`` named."""
-    message = f"{argument} {name!r} must have exactly one {kind} in each sample, got "
-    lengths = sequence.lengths()
-    if should_validate(lengths) and (wrong := torch.nonzero(lengths != 1)).numel():
-        sample = int(wrong[0])
-        raise ValueError(f"{message}{int(lengths[sample])} in sample {sample}")
-    rows, samples = sequence.values().shape[0], lengths.numel()
-    _check_equal(rows, samples, lambda: f"{message}{rows} in {samples} samples")
+    """Each sample must have one row, or value, of each of ``names``, which ``argument`` named."""
+    lengths = [sequence.lengths() for sequence in sequences]
+
+    def message(key: int, count: int, *where: object) -> str:
+        return (
+            f"{argument} {names[key]!r} must have exactly one {kind} in each sample, got "
+            f"{count} in {' '.join(map(str, where))}"
+        )
+
+    if lengths and should_validate(lengths[0]):
+        of_keys = torch.stack(lengths)
+        if (wrong := torch.nonzero(of_keys != 1)).numel():
+            key, sample = wrong[0].tolist()
+            raise ValueError(message(key, int(of_keys[key, sample]), "sample", sample))
+    for key, sequence in enumerate(sequences):
+        rows, samples = sequence.values().shape[0], lengths[key].numel()
+        _check_equal(rows, samples, functools.partial(message, key, rows, samples, "samples"))
 
 
 def check_equal_lengths(

@@ -18,6 +18,7 @@ __all__ = [
     "TargetAttentionConfig",
     "check_configs",
     "check_list",
+    "check_single_id_features",
     "coded",
     "find_feature",
     "keys_of_candidates",
@@ -377,6 +378,35 @@ def keys_of_candidates(
     if both := [name for name in candidate_features if name in histories]:
         raise ValueError(f"candidate_features must be no history of any attention, got {both}")
     return list(dict.fromkeys([*targets, *candidate_features]))
+
+
+def check_single_id_features(
+    tables: list[EmbeddingBagConfig],
+    attentions: list[TargetAttentionConfig],
+    single_id_features: str | Sequence[str],
+    candidate_features: list[str],
+) -> list[str]:
+    """``single_id_features`` as a list.
+
+    Raises:
+        TypeError: they are no names.
+        ValueError: one is unknown, a target, a history or one of ``candidate_features``.
+    """
+    check_names(single_id_features, "single_id_features")
+    if isinstance(single_id_features, str):
+        single_id_features = [single_id_features]
+    others = {
+        *candidate_features,
+        *(find_feature("target", name, tables)[1] for x in attentions for name in x.targets),
+        *(find_feature("history", name, tables)[1] for x in attentions for name in looked_up(x)),
+    }
+    features = {feature for table in tables for feature in table.feature_names} - others
+    if wrong := [name for name in single_id_features if name not in features]:
+        raise ValueError(
+            "single_id_features must be features of tables that are no target, history or "
+            f"candidate feature, of {sorted(features)}, got {wrong}"
+        )
+    return list(single_id_features)
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

@@ -26,6 +26,7 @@ from torchrec_jagged_attn.modules.config import (
     TargetAttentionConfig,
     check_configs,
     check_list,
+    check_single_id_features,
     find_feature,
     keys_of_candidates,
     keys_of_history,
@@ -95,6 +96,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         candidate_features: of ``candidates="jagged"``: features besides the targets that have one
             id for each candidate. Their rows are put out without pooling. As with
             ``single_lookup``, their tables are in ``embedding_collections``.
+        single_id_features: features that have exactly one id in each sample, besides targets. Their
+            rows are put out without pooling, which takes the host less time. If all tables without
+            a target or a history hold these features alone and are as wide as one with, they are
+            looked up as with ``single_lookup``: as many bytes cross ranks then. Of tables in
+            ``embedding_bag_collection`` they are pooled as all others, and not checked.
 
     Raises:
         TypeError: an argument is of another type.
@@ -147,6 +153,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         single_lookup: bool = False,
         candidates: Literal["one", "jagged"] = "one",
         candidate_features: str | Sequence[str] = (),
+        single_id_features: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
         if isinstance(attentions, TargetAttentionConfig):
@@ -162,6 +169,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         ]
         check_configs(tables, attentions)
         keys = keys_of_candidates(tables, attentions, candidates, candidate_features)
+        singles = check_single_id_features(tables, attentions, single_id_features, keys)
         by_row = {
             table.name: table.embedding_dim
             for config in attentions
@@ -173,6 +181,12 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             for table in tables
             if not set(keys).isdisjoint(table.feature_names)
         }
+        # Then no table is left for a second sharded module.
+        single_lookup |= all(
+            table.embedding_dim in by_row.values() and set(singles).issuperset(table.feature_names)
+            for table in tables
+            if table.name not in by_row
+        )
         by_width: dict[int, list[EmbeddingBagConfig]] = {}
         bag_tables: list[EmbeddingBagConfig] = []
         for table in tables:
@@ -228,7 +242,14 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             if config.history_codes is not None
         ]
         self.pooling = TargetAttentionPooling(
-            tables, list(by_width.values()), bag_tables, attentions, is_weighted, keys, device
+            tables,
+            list(by_width.values()),
+            bag_tables,
+            attentions,
+            is_weighted,
+            keys,
+            singles,
+            device,
         )
         self._by_index = self.pooling.histories_by_index()
         for lookup, histories in zip(
@@ -245,6 +266,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         single_lookup: bool = False,
         candidates: Literal["one", "jagged"] = "one",
         candidate_features: str | Sequence[str] = (),
+        single_id_features: str | Sequence[str] = (),
     ) -> "TargetAttentionEmbeddingBagCollection":
         """A collection that goes on with the tables of a trained EmbeddingBagCollection.
 
@@ -257,6 +279,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             single_lookup: as for the class.
             candidates: as for the class.
             candidate_features: as for the class.
+            single_id_features: as for the class.
 
         Raises:
             TypeError: ``embedding_bag_collection`` is no EmbeddingBagCollection.
@@ -277,6 +300,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             single_lookup=single_lookup,
             candidates=candidates,
             candidate_features=candidate_features,
+            single_id_features=single_id_features,
         )
         for name, key in collection.table_keys().items():
             table = collection.get_submodule(key.removesuffix(".weight"))
@@ -301,12 +325,13 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         Raises:
             TypeError: ``features`` are neither a KeyedJaggedTensor nor a TensorDict, or are not of
                 int32 or int64.
-            ValueError: a feature or a key of times is missing, a target without exactly one id in
-                each sample (or, of requests, features of candidates with different lengths), a
-                request time without exactly one integer in each sample, or histories (and
-                timestamps) of one attention with different lengths; or timestamps decrease within a
-                history. Counts of rows are always checked; ids, lengths of each sample and the
-                order of timestamps on CPU, and on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+            ValueError: a feature or a key of times is missing, a target or one of
+                ``single_id_features`` without exactly one id in each sample (or, of requests,
+                features of candidates with different lengths), a request time without exactly one
+                integer in each sample, or histories (and timestamps) of one attention with
+                different lengths; or timestamps decrease within a history. Counts of rows are
+                always checked; ids, lengths of each sample and the order of timestamps on CPU, and
+                on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
                 Weights that are missing or not asked for, or batch sizes that vary by feature
                 without ``inverse_indices``.
             NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,

@@ -187,7 +187,7 @@ def _ages(
     times = timestamps.values().long()
     if of.request_time:
         request_time = features[of.request_time]
-        check_single_rows(request_time, of.request_time, "request_time", "integer")
+        check_single_rows([request_time], [of.request_time], "request_time", "integer")
         references = request_time.values().long()[sample]
     else:
         references = times[ends[sample] - 1]

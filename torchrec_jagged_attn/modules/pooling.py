@@ -112,11 +112,13 @@ class TargetAttentionPooling(nn.Module):
         is_weighted: as the collection's.
         candidates: keys of a KeyedJaggedTensor with an id for each candidate of a sample, none
             where each sample is one candidate.
+        singles: keys with exactly one id in each sample, where they are looked up as sequences.
         device: of the parameters.
     """
 
     # torch.jit.script infers neither records nor what empty lists hold.
     _targets: list[_Source]
+    _singles: list[_Source]
     _attentions: list[_Attention]
     _pooled: list[tuple[list[_Source], str]]
     _slices: list[_Slice]
@@ -130,6 +132,7 @@ class TargetAttentionPooling(nn.Module):
         attentions: list[TargetAttentionConfig],
         is_weighted: bool,
         candidates: list[str],
+        singles: list[str],
         device: torch.device | None,
     ) -> None:
         super().__init__()
@@ -160,10 +163,12 @@ class TargetAttentionPooling(nn.Module):
         }
         histories = {source.key for attention in self._attentions for source in attention.histories}
         self._targets = list(targets.values())
+        self._singles = [source for source in sources.values() if source.feature in singles]
         modes = {table.name: pooling_type_to_str(table.pooling) for table in tables}
         pooled: dict[tuple[int, str], list[_Source]] = {}
         for (table, _), source in sources.items():
-            if source.key not in targets and source.key not in histories:
+            is_pooled = source.key not in targets and source.key not in histories
+            if is_pooled and source.feature not in singles:
                 pooled.setdefault((source.lookup, modes[table]), []).append(source)
         self._pooled = [(of_mode, mode) for (_, mode), of_mode in pooled.items()]
         bags = {name: keys[feature] for feature, name in _names(bag_tables).items()}
@@ -174,6 +179,7 @@ class TargetAttentionPooling(nn.Module):
             *(attention.keys for attention in self._attentions),
         ]
         of_samples = [
+            *([source.key] for source in self._singles),
             *([source.key for source in of_mode] for of_mode, _ in self._pooled),
             *([x.user_key] for x in self._attentions if x.user_key),
             list(bags.values()),
@@ -248,7 +254,7 @@ class TargetAttentionPooling(nn.Module):
         if self._is_of_requests:
             rows = _rows_of_candidates(looked_up, names)
         else:
-            rows = _single_rows(looked_up, names)
+            rows = _single_rows(looked_up, names, "target")
         targets: dict[str, Tensor] = {}
         blocks: list[Tensor] = []
         for i, x in enumerate(self._targets):
@@ -257,7 +263,15 @@ class TargetAttentionPooling(nn.Module):
             if self._is_weighted:
                 weighted = weighted * _weights(features, x.feature).unsqueeze(1)
             blocks.append(weighted)
+        singles = [_rows(x, sequences) for x in self._singles]
+        names = [x.feature for x in self._singles]
+        rows = _single_rows(singles, names, "single_id_features")
         of_samples: list[Tensor] = []
+        for i, x in enumerate(self._singles):
+            single = rows[i]
+            if self._is_weighted:
+                single = (single * _weights(features, x.feature).unsqueeze(1)).to(single.dtype)
+            of_samples.append(single)
         for of_mode, mode in self._pooled:
             pooled_weights: list[Tensor] | None = None
             if self._is_weighted:
@@ -437,11 +451,10 @@ def _join(tensors: list[Tensor], dim: int = 1) -> Tensor:
 
 
 @torch.fx.wrap
-def _single_rows(sequences: list[JaggedTensor], names: list[str]) -> list[Tensor]:
-    """``[B, D]`` rows of each target: as they are, since each sample has one."""
+def _single_rows(sequences: list[JaggedTensor], names: list[str], argument: str) -> list[Tensor]:
+    """``[B, D]`` rows of each feature: as they are, since each sample has one."""
     if not is_scripting():
-        for sequence, name in zip(sequences, names, strict=True):
-            check_single_rows(sequence, name)
+        check_single_rows(sequences, names, argument)
     return [sequence.values() for sequence in sequences]
 
 
@@ -548,7 +561,7 @@ def _request_time(features: KeyedJaggedTensor, name: str) -> Tensor:
     if is_scripting():
         return features[name].values()
     times = of_each_sample(features, name)
-    check_single_rows(times, name, "request_time", "integer")
+    check_single_rows([times], [name], "request_time", "integer")
     return times.values()
 
 
