@@ -19,42 +19,60 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import (
+    LEARNING_RATE,
     assert_same_run,
     dense_optimizer,
+    full_state_dict,
     load,
     optimize_tables,
     run_ranks,
 )
-from torchrec_jagged_attn import TargetAttentionConfig, TargetAttentionEmbeddingBagCollection
+from torchrec_jagged_attn import (
+    HistoryEmbeddingCollectionSharder,
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
+)
 
-KEYS = ["item", "hist", "user", "times"]
+KEYS = ["item", "hist", "user", "times", "now"]
 PIPELINED = [(0, 0), (3, 3), (3, 0), (0, 2), (0, 0)]
 """Samples of each rank, step by step."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "one candidate": {},
-    "requests": {"candidates": "jagged"},
-    "encoded": {"encoder_layers": 2, "user_column": True, "max_history": 3},
+    "requests": {"candidates": "jagged", "request_time": "now"},
+    "encoded": {"encoder_layers": 2, "user_column": True, "max_history": 3, "request_time": "now"},
+    "projected": {"value_projection": True, "init": "mha", "request_time": "now"},
+    "silu": {"score": "silu", "candidates": "jagged", "single_lookup": True},
+}
+WAYS: dict[str, tuple[ShardingType, type[EmbeddingCollectionSharder]]] = {
+    "travel": (ShardingType.TABLE_WISE, EmbeddingCollectionSharder),
+    "stay by table": (ShardingType.TABLE_WISE, HistoryEmbeddingCollectionSharder),
+    "stay by row": (ShardingType.ROW_WISE, HistoryEmbeddingCollectionSharder),
 }
 
 
 def make_collection(
-    candidates: str = "one", **options: Any
+    candidates: str = "one", single_lookup: bool = False, num_items: int = 50, **options: Any
 ) -> TargetAttentionEmbeddingBagCollection:
     tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=50, feature_names=features)
-        for name, features in (("t_item", ["item", "hist"]), ("t_user", ["user"]))
+        EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=rows, feature_names=features)
+        for name, rows, features in (
+            ("t_item", num_items, ["item", "hist"]),
+            ("t_user", 50, ["user"]),
+        )
     ]
     torch.manual_seed(0)
     config = TargetAttentionConfig("item", "hist", num_heads=2, timestamps="times", **options)
-    return TargetAttentionEmbeddingBagCollection(tables, config, candidates=candidates)
+    return TargetAttentionEmbeddingBagCollection(
+        tables, config, candidates=candidates, single_lookup=single_lookup
+    )
 
 
-def make_batch(num_samples: int) -> KeyedJaggedTensor:
+def make_batch(num_samples: int, num_ids: int = 50) -> KeyedJaggedTensor:
     history = [4, 0, 2][:num_samples]
-    lengths = [1] * num_samples + history + [2] * num_samples + history
-    count = sum(lengths)
-    values = (torch.arange(count) * 7919) % 50
-    values[count - sum(history) :] = torch.arange(sum(history))
+    lengths = [1] * num_samples + history + [2] * num_samples + history + [1] * num_samples
+    values = (torch.arange(sum(lengths)) * 7919) % num_ids
+    times = sum(history) + num_samples  # of the events, and of the requests
+    values[len(values) - times :] = torch.arange(times)
     return KeyedJaggedTensor(KEYS, values, lengths=torch.tensor(lengths, dtype=torch.int64))
 
 
@@ -66,20 +84,26 @@ def as_tensor_dict(features: KeyedJaggedTensor) -> TensorDict:
     return TensorDict(of_keys, batch_size=[features.stride()])
 
 
-def sharded(collection: nn.Module, **fused_params: Any) -> DistributedModelParallel:
-    """By table: of two ranks, one has the attended table, and the other the pooled one."""
+def sharded(
+    collection: nn.Module,
+    way: str = "travel",
+    pooled: ShardingType = ShardingType.TABLE_WISE,
+    **fused_params: Any,
+) -> DistributedModelParallel:
+    """By table, of two ranks, one has the attended table, and the other the pooled one."""
+    sharding, sharder = WAYS[way]
     state = {name: value.clone() for name, value in collection.state_dict().items()}
     optimize_tables(collection)
     sharders = [
-        EmbeddingCollectionSharder(fused_params=dict(fused_params)),
+        sharder(fused_params=dict(fused_params)),
         EmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
     ]
     ranks = dist.get_world_size()
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=ranks, local_world_size=ranks, compute_device="cpu"),
         constraints={
-            name: ParameterConstraints(sharding_types=[ShardingType.TABLE_WISE.value])
-            for name in ("t_item", "t_user")
+            name: ParameterConstraints(sharding_types=[of_table.value], min_partition=1)
+            for name, of_table in (("t_item", sharding), ("t_user", pooled))
         },
     )
     plan = planner.collective_plan(collection, sharders, dist.group.WORLD)
@@ -90,9 +114,9 @@ def sharded(collection: nn.Module, **fused_params: Any) -> DistributedModelParal
     return model
 
 
-def losses_of_half(_: torch.device) -> Tensor:
+def losses_of_half(_: torch.device, way: str = "travel") -> Tensor:
     """Of each step, where all ranks have one batch."""
-    model = sharded(make_collection(), output_dtype=SparseType.FP16)
+    model = sharded(make_collection(), way, output_dtype=SparseType.FP16)
     optimizer, losses = dense_optimizer(model), []
     for _ in range(3):
         optimizer.zero_grad()
@@ -115,9 +139,9 @@ class Loss(nn.Module):
         return pooled.square().sum(), pooled.detach()
 
 
-def pipelined(sizes: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+def pipelined(way: str, sizes: list[tuple[int, int]]) -> list[tuple[int, ...]]:
     """The shapes that this rank puts out in a training pipeline."""
-    model = sharded(Loss(make_collection()))
+    model = sharded(Loss(make_collection(**OPTIONS["requests"])), way)
     pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), torch.device("cpu"))
     batches = iter([make_batch(of_ranks[dist.get_rank()]) for of_ranks in sizes])
     shapes = [tuple(pipeline.progress(batches).shape) for _ in sizes]
@@ -125,27 +149,33 @@ def pipelined(sizes: list[tuple[int, int]]) -> list[tuple[int, ...]]:
     return shapes
 
 
-def results(_: torch.device) -> dict[str, Tensor]:
-    """What this rank puts out, for each case."""
-    rank, outputs = dist.get_rank(), {}
-    for name, options in OPTIONS.items():
-        model = sharded(make_collection(**options))
-        for sizes in ((3, 0), (0, 2), (0, 0), (3, 3)):
-            out = model(make_batch(sizes[rank])).values()
+def results(_: torch.device) -> dict[str, dict[str, Tensor]]:
+    """What this rank puts out, for each way and case."""
+    rank = dist.get_rank()
+    results: dict[str, dict[str, Tensor]] = {}
+    for way in WAYS:
+        outputs = results[way] = {}
+        for name, options in OPTIONS.items():
+            model = sharded(make_collection(**options), way)
+            for sizes in ((3, 0), (0, 2), (0, 0), (3, 3)):
+                out = model(make_batch(sizes[rank])).values()
+                out.square().sum().backward()
+                outputs[f"{name} {sizes}"] = out.detach()
+                load(model, make_collection(**options).state_dict())
+            assert model.module.device == torch.device("cpu")
+            out = model(as_tensor_dict(make_batch(3))).values()
             out.square().sum().backward()
-            outputs[f"{name} {sizes}"] = out.detach()
-            load(model, make_collection(**options).state_dict())
-        assert model.module.device == torch.device("cpu")
-        out = model(as_tensor_dict(make_batch(3))).values()
-        out.square().sum().backward()
-        outputs[f"{name} tensordict"] = out.detach()
-    outputs["half"] = losses_of_half(_)
-    outputs["pipelined"] = torch.tensor(pipelined(PIPELINED))
-    return outputs
+            outputs[f"{name} tensordict"] = out.detach()
+        outputs["half"] = losses_of_half(_, way)
+        outputs["pipelined"] = torch.tensor(pipelined(way, PIPELINED))
+    return results
+
+
+OnRanks = list[dict[str, dict[str, Tensor]]]
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
     return run_ranks(results, tmp_path_factory.mktemp("ranks"), "gloo")
 
 
@@ -155,30 +185,69 @@ def expected(name: str, num_samples: int) -> Tensor:
     return make_collection(**OPTIONS[name])(make_batch(num_samples)).values().detach()
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", [(3, 0), (0, 2), (0, 0), (3, 3)], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_ranks_without_a_sample(on_ranks: list[dict[str, Tensor]], name: str, sizes: tuple):
+def test_ranks_without_a_sample(on_ranks: OnRanks, name: str, sizes: tuple, way: str):
     for outputs, size in zip(on_ranks, sizes, strict=True):
-        assert outputs[f"{name} {sizes}"].shape == (size, expected(name, 3).shape[1])
-        assert_same_run(outputs[f"{name} {sizes}"], expected(name, size))
+        assert outputs[way][f"{name} {sizes}"].shape == (size, expected(name, 3).shape[1])
+        assert_same_run(outputs[way][f"{name} {sizes}"], expected(name, size))
 
 
-def test_ranks_without_a_sample_in_a_pipeline(on_ranks: list[dict[str, Tensor]]):
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_without_a_sample_in_a_pipeline(on_ranks: OnRanks, way: str):
     for rank, outputs in enumerate(on_ranks):
         expected = [[sizes[rank], 24] for sizes in PIPELINED]
-        assert outputs["pipelined"].tolist() == expected
+        assert outputs[way]["pipelined"].tolist() == expected
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_tensordict_is_taken(on_ranks: list[dict[str, Tensor]], name: str):
+def test_a_tensordict_is_taken(on_ranks: OnRanks, name: str, way: str):
     for outputs in on_ranks:
-        assert_same_run(outputs[f"{name} tensordict"], expected(name, 3))
+        assert_same_run(outputs[way][f"{name} tensordict"], expected(name, 3))
     alone = make_collection(**OPTIONS[name])(as_tensor_dict(make_batch(3)))
     assert torch.equal(alone.values(), expected(name, 3))
 
 
-def test_half_lookups_where_ranks_have_no_table(on_ranks: list[dict[str, Tensor]], tmp_path):
+def test_half_lookups_where_ranks_have_no_table(on_ranks: OnRanks, tmp_path):
     (of_one,) = run_ranks(losses_of_half, tmp_path, "gloo", ranks=1)
     assert of_one[0] > of_one[2]
     for outputs in on_ranks:
-        assert_same_run(outputs["half"], of_one, num_steps=None, dtype=torch.float16)
+        for way in WAYS:
+            assert_same_run(outputs[way]["half"], of_one, num_steps=None, dtype=torch.float16)
+
+
+FEW = [
+    {"num_items": num_items, "single_lookup": True, **OPTIONS[name]}
+    for name in ("projected", "encoded")
+    for num_items in (50, 3)
+]
+"""With ids below 3: of four ranks, one has all of the items that are looked up, or one has none."""
+
+
+def of_four_ranks(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """What this rank puts out after a step, and the trained parameters."""
+    results = []
+    for options in FEW:
+        # FBGEMM takes no lookup on CPU all of whose tables are empty.
+        model = sharded(make_collection(**options), "stay by row", ShardingType.ROW_WISE)
+        optimizer, batch = dense_optimizer(model), make_batch(dist.get_rank(), num_ids=3)
+        model(batch).values().square().sum().backward()
+        optimizer.step()
+        results.append((model(batch).values().detach(), full_state_dict(model, device)))
+    return results
+
+
+def test_four_ranks_of_which_some_have_no_row(tmp_path):
+    ranks = run_ranks(of_four_ranks, tmp_path, "gloo", ranks=4)
+    for at, options in enumerate(FEW):
+        model = make_collection(**options)
+        batches = [make_batch(rank, num_ids=3) for rank in range(4)]
+        loss = torch.stack([model(batch).values().square().sum() for batch in batches]).mean()
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
+        for batch, results in zip(batches, ranks, strict=True):
+            assert_same_run(results[at][0], model(batch).values(), num_steps=2)
+        for key, value in model.state_dict().items():
+            assert_same_run(ranks[0][at][1][key], value, num_steps=1, name=key)

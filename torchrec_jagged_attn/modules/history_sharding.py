@@ -14,6 +14,7 @@ TorchRec has no public way to this. Here and in ``history_planner.py``, ``lookup
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -187,7 +188,8 @@ def _ages(
     times = timestamps.values().long()
     if of.request_time:
         request_time = features[of.request_time]
-        check_single_rows([request_time], [of.request_time], "request_time", "integer")
+        if sample.numel() > 0:  # what stands for a batch without samples has no time
+            check_single_rows([request_time], [of.request_time], "request_time", "integer")
         references = request_time.values().long()[sample]
     else:
         references = times[ends[sample] - 1]
@@ -215,12 +217,27 @@ class _Part(NamedTuple):
     Attributes:
         travelling: names, and features in batches, of what goes TorchRec's way.
         histories: names and dists of histories.
-        local: names of what this rank looks up, in the order of its lookup.
+        local: names, and features in batches, of what this rank looks up, in the order of its
+            lookup.
     """
 
     travelling: dict[str, str]
     histories: dict[str, _HistoryDist]
-    local: list[str]
+    local: dict[str, str]
+
+
+class _Received(NamedTuple):
+    """What this rank has got of a part.
+
+    Attributes:
+        travelling: the ids of what goes TorchRec's way, if anything does.
+        histories: what was sent of each, by their names.
+        ids: of all rows that this rank looks up.
+    """
+
+    travelling: KeyedJaggedTensor | None
+    histories: dict[str, KeyedJaggedTensor]
+    ids: KeyedJaggedTensor
 
 
 class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
@@ -274,7 +291,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 for name in names
                 if name in histories
             },
-            local=[name for name in names if owners[name] in (None, group.rank())],
+            local={name: of for name, of in names.items() if owners[name] in (None, group.rank())},
         )
         self._parts.append(part)
         options = self._device, self.qcomm_codecs_registry
@@ -329,32 +346,24 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        received = zip(ctx.sharding_contexts, input, strict=True)
+        contexts = iter(ctx.sharding_contexts)
         awaitables, at_home, names = [], [], []
         histories: dict[str, JaggedTensor] = {}
-        for part, lookup, output_dist in zip(
-            self._parts, self._lookups, self._output_dists, strict=True
+        for part, received, lookup, output_dist in zip(
+            self._parts, self._received(input), self._lookups, self._output_dists, strict=True
         ):
-            ids: dict[str, Tensor] = {}
-            travelling = [name for name in part.local if name in part.travelling]
-            if part.travelling:
-                context, features = next(received)
+            rows = self._look_up(lookup, received.ids, part)
+            if received.travelling is not None:
+                features, context = received.travelling, next(contexts)
                 context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
-                counts = features.length_per_key()
-                ids |= zip(travelling, features.values().split(counts), strict=True)
-            of_histories = [next(received) for _ in part.histories]
-            for name, (_, sent) in zip(part.histories, of_histories, strict=True):
-                ids[name] = sent.values().view(-1, part.histories[name].history.num_columns)[:, 0]
-            rows = self._look_up(lookup, [ids[name] for name in part.local], part)
-            if part.travelling:
-                moved = [rows[name] for name in travelling]
+                moved = [rows[name] for name in part.local if name in part.travelling]
                 awaitables.append(output_dist(torch.cat(moved or [rows[""]]), context))
                 at_home.append(context.features_before_input_dist)
                 names.append(list(part.travelling))
-            for name, of_history in zip(part.histories, of_histories, strict=True):
+            for name, sent in received.histories.items():
                 owned = rows[name if name in rows else ""]
                 history = part.histories[name].history
-                histories[name] = self._history(history, owned, *of_history)
+                histories[name] = self._history(history, owned, next(contexts), sent)
         travel = EmbeddingCollectionAwaitable(
             awaitables, at_home, names, EmbeddingCollectionContext()
         )
@@ -369,14 +378,54 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             self._orders[key] = order, torch.tensor(order, dtype=torch.int32, device=device)
         return features.permute(*self._orders[key])
 
-    def _look_up(self, lookup: nn.Module, ids: list[Tensor], part: _Part) -> dict[str, Tensor]:
+    def prefetch(
+        self,
+        dist_input: KJTList,
+        forward_stream: torch.Stream | None = None,
+        ctx: EmbeddingCollectionContext | None = None,
+    ) -> None:
+        """Prepare the lookups of :meth:`compute_and_output_dist`."""
+        ids = [received.ids for received in self._received(dist_input)]
+        super().prefetch(KJTList(ids), forward_stream, ctx)  # pyright: ignore[reportArgumentType]
+
+    def _received(self, input: KJTList) -> Iterator[_Received]:
+        """What has come for each part."""
+        features = iter(input)
+        for part in self._parts:
+            ids: dict[str, Tensor] = {}
+            travelling = next(features) if part.travelling else None
+            if travelling is not None:
+                names = [name for name in part.local if name in part.travelling]
+                counts = travelling.length_per_key()
+                ids |= zip(names, travelling.values().split(counts), strict=True)
+            histories = {name: next(features) for name in part.histories}
+            for name, sent in histories.items():
+                num_columns = part.histories[name].history.num_columns
+                ids[name] = sent.values().view(-1, num_columns)[:, 0]
+            local = [ids[name] for name in part.local]
+            joined = torch.cat(local or [torch.empty(0, dtype=torch.int64, device=self._device)])
+            counts = [x.shape[0] for x in local]
+            lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
+            yield _Received(
+                travelling,
+                histories,
+                KeyedJaggedTensor(
+                    list(part.local.values()),
+                    joined,
+                    lengths=lengths,
+                    stride=1,
+                    length_per_key=counts,
+                ),
+            )
+
+    def _look_up(self, lookup: nn.Module, ids: KeyedJaggedTensor, part: _Part) -> dict[str, Tensor]:
         """Rows by their names, and ``""`` for none. Gradients of histories are divided by the
         number of ranks if those that travel are.
         """
-        counts = [x.shape[0] for x in ids]
-        joined = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device=self._device)
-        lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
-        rows = lookup(KeyedJaggedTensor(part.local, joined, lengths=lengths, stride=1))
+        counts = ids.length_per_key()
+        rows = lookup(ids)
+        if self.post_lookup_tracker_fn is not None:
+            self.post_lookup_tracker_fn(ids, rows, self, None)
         rows = rows.view(-1, self._embedding_dim)
         share = 1 / self._env.world_size if get_gradient_division() else 1.0
         shares = [share if name in part.histories else 1.0 for name in part.local]
@@ -507,11 +556,12 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
                     f"the table {config.name!r} must be sharded in one of {SHARDING_TYPES} with "
                     f"HistoryEmbeddingCollectionSharder, got {kind!r}: use 'row_wise'"
                 )
-            if config.use_virtual_table:
+            if config.use_virtual_table or config.total_num_buckets is not None:
                 raise NotImplementedError(
-                    f"the table {config.name!r} must have as many rows as ids with "
-                    "HistoryEmbeddingCollectionSharder, got use_virtual_table=True: use "
-                    "EmbeddingCollectionSharder"
+                    f"the table {config.name!r} must have as many rows as ids, and no buckets, "
+                    "with HistoryEmbeddingCollectionSharder, got use_virtual_table="
+                    f"{config.use_virtual_table} and total_num_buckets="
+                    f"{config.total_num_buckets}: use EmbeddingCollectionSharder"
                 )
         return ShardedHistoryEmbeddingCollection(
             module,

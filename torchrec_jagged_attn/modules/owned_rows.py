@@ -117,7 +117,9 @@ class _Homes(NamedTuple):
     def from_owners(self, x: Tensor) -> Tensor:
         """The way back: ``[ranks, own, …]``, what each owner made for this home."""
         received = [self.own] * len(self.counts)
-        return exchange(x, received, self.counts, self.group).unflatten(0, (-1, self.own))
+        return exchange(x, received, self.counts, self.group).unflatten(
+            0, (len(self.counts), self.own)
+        )
 
 
 def attend_at_owners(

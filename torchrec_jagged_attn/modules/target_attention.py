@@ -522,6 +522,12 @@ def _attend(
                 f"history_codes, got {dtype}"
             )
         if isinstance(history, RemoteHistory):
+            if prior_weights is not None and prior_weights.requires_grad:
+                raise NotImplementedError(
+                    "prior_weights must require no gradient where rows of histories stay with "
+                    "HistoryEmbeddingCollectionSharder, got some that do: give "
+                    "DistributedModelParallel an EmbeddingCollectionSharder"
+                )
             return attend_at_owners(query, query_offsets, history, learned, options, dtype)
     if num_levels > 0:
         if k_weight is None or v_weight is None:
