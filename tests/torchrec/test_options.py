@@ -42,7 +42,12 @@ from tests.torchrec.two_ranks import (
     train_unsharded,
     world_size,
 )
-from torchrec_jagged_attn import DiscretePCA, embedding_bag_keys, rename_keys
+from torchrec_jagged_attn import (
+    DiscretePCA,
+    HistoryEmbeddingCollectionSharder,
+    embedding_bag_keys,
+    rename_keys,
+)
 
 Losses = list[Tensor]
 
@@ -51,19 +56,26 @@ def losses_of(model: nn.Module, device: torch.device) -> Losses:
     return [loss for loss, _ in train(model, device)]
 
 
-def fused(**fused_params: Any) -> list[ModuleSharder]:
+Sharder = type[EmbeddingCollectionSharder]
+
+
+def fused(
+    sharder: Sharder = EmbeddingCollectionSharder, **fused_params: Any
+) -> list[ModuleSharder]:
     return [
-        EmbeddingCollectionSharder(fused_params=fused_params),
+        sharder(fused_params=fused_params),
         EmbeddingBagCollectionSharder(fused_params=fused_params),
     ]
 
 
-def codecs(precision: CommType) -> list[ModuleSharder]:
+def codecs(
+    precision: CommType, sharder: Sharder = EmbeddingCollectionSharder
+) -> list[ModuleSharder]:
     registry = get_qcomm_codecs_registry(
         QCommsConfig(forward_precision=precision, backward_precision=precision)
     )
     return [
-        EmbeddingCollectionSharder(qcomm_codecs_registry=registry),
+        sharder(qcomm_codecs_registry=registry),
         EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry),
     ]
 
@@ -73,20 +85,38 @@ def deduplicated(device: torch.device) -> Losses:
     return losses_of(make_sharded_model(device, sharders=sharders), device)
 
 
-def autocast(device: torch.device) -> Losses:
+STAY: dict[str, Any] = {"side_by_side": False, "init": "mha"}
+"""Options of a model whose rows of histories stay, if their sharder is told so."""
+
+
+def stay(
+    device: torch.device, sharders: list[ModuleSharder] | None = None, **options: Any
+) -> DistributedModelParallel:
+    """A model whose rows of histories stay with their shard."""
+    sharders = fused(HistoryEmbeddingCollectionSharder) if sharders is None else sharders
+    return make_sharded_model(
+        device, ShardingType.ROW_WISE, sharders=sharders, encoder=STAY, **options
+    )
+
+
+def autocast(device: torch.device, make: Callable[..., nn.Module] = make_sharded_model) -> Losses:
     with torch.autocast(device.type, torch.bfloat16):
-        return losses_of(make_sharded_model(device), device)
+        return losses_of(make(device), device)
 
 
-def changed(change: Callable[[nn.Module], None]) -> Callable[[torch.device], Losses]:
+def changed(
+    change: Callable[[nn.Module], None],
+    sharder: Sharder = EmbeddingCollectionSharder,
+    **options: Any,
+) -> Callable[[torch.device], Losses]:
     """What is changed in the collection before it is sharded."""
 
     def run(device: torch.device) -> Losses:
-        model = make_model()
+        model = make_model(**options)
         state = {name: value.clone() for name, value in model.state_dict().items()}
         change(collection_of(model))
         optimize_tables(model)
-        model = shard(model, device, ShardingType.TABLE_WISE)
+        model = shard(model, device, ShardingType.TABLE_WISE, sharders=fused(sharder))
         load(model, state)
         return losses_of(model, device)
 
@@ -110,9 +140,9 @@ def recompute(collection: nn.Module) -> None:
     collection.pooling = checkpoint_wrapper(collection.pooling)
 
 
-def compile_attention(collection: nn.Module) -> None:
+def compile_attention(collection: nn.Module, fullgraph: bool = True) -> None:
     # What the compiler captures is the same with any backend, and this one is quick.
-    collection.pooling.attentions[0].compile(backend="aot_eager", fullgraph=True)
+    collection.pooling.attentions[0].compile(backend="aot_eager", fullgraph=fullgraph)
 
 
 def planned_freely(device: torch.device) -> Losses:
@@ -181,6 +211,33 @@ def evaluated(model: nn.Module, device: torch.device, once: bool) -> Losses:
             model((with_equal_samples_once(batch) if once else batch).to(device))[0]
             for batch in made
         ]
+
+
+def refused_where_rows_stay(device: torch.device) -> Losses:
+    features = with_equal_samples_once(make_batch(0, dist.get_rank())).to(device).sparse_features
+    collection = collection_of(stay(device))
+    with pytest.raises(NotImplementedError, match="features must have one batch size with History"):
+        collection(features)
+    features = make_batch(0, dist.get_rank(), is_weighted=True).to(device).sparse_features
+    features.weights().requires_grad_()
+    collection = collection_of(stay(device, is_weighted=True, tags=PoolingType.SUM))
+    with pytest.raises(NotImplementedError, match="prior_weights must require no gradient where"):
+        collection(features)
+    tables = make_model(**STAY).model.sparse_arch.embedding_bag_collection.embedding_collections
+    with pytest.raises(NotImplementedError, match=r"'t_item' must be sharded in .*use 'row_wise'"):
+        shard(tables, device, ShardingType.COLUMN_WISE, sharders=[ColumnWise()])
+    for config in tables["8"].embedding_configs():
+        config.total_num_buckets = 4
+    with pytest.raises(NotImplementedError, match="'t_item' must have as many rows as ids, and no"):
+        shard(tables, device, ShardingType.ROW_WISE, sharders=fused(ColumnWise))
+    return []
+
+
+class ColumnWise(HistoryEmbeddingCollectionSharder):
+    """A sharder whose planner may choose columns, which it refuses."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [*super().sharding_types(compute_device_type), ShardingType.COLUMN_WISE.value]
 
 
 def without_inverse_indices(device: torch.device) -> Losses:
@@ -262,6 +319,30 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     "variable batch sizes, output_dtype bf16": functools.partial(
         variable_batch_sizes, sharders=fused(output_dtype=SparseType.BF16)
     ),
+    "stay": lambda device: losses_of(stay(device), device),
+    "stay, activation checkpointing": changed(recompute, HistoryEmbeddingCollectionSharder, **STAY),
+    "stay, torch.compile of the attention": changed(
+        functools.partial(compile_attention, fullgraph=False),
+        HistoryEmbeddingCollectionSharder,
+        **STAY,
+    ),
+    "stay, autocast": lambda device: autocast(device, stay),
+    "stay, output_dtype fp16": lambda device: losses_of(
+        stay(device, fused(HistoryEmbeddingCollectionSharder, output_dtype=SparseType.FP16)), device
+    ),
+    "stay, output_dtype bf16": lambda device: losses_of(
+        stay(device, fused(HistoryEmbeddingCollectionSharder, output_dtype=SparseType.BF16)), device
+    ),
+    "stay, fp16 codecs": lambda device: losses_of(
+        stay(device, codecs(CommType.FP16, HistoryEmbeddingCollectionSharder)), device
+    ),
+    "stay, bf16 codecs": lambda device: losses_of(
+        stay(device, codecs(CommType.BF16, HistoryEmbeddingCollectionSharder)), device
+    ),
+    "stay, fp16 tables": lambda device: losses_of(stay(device, data_type=DataType.FP16), device),
+    "stay, bf16 tables": lambda device: losses_of(stay(device, data_type=DataType.BF16), device),
+    "stay, evaluated": lambda device: evaluated(stay(device).eval(), device, once=False),
+    "refused where rows stay": refused_where_rows_stay,
     "is_weighted, max_history": lambda device: losses_of(weighted(device), device),
     "is_weighted, max_history, evaluated": lambda device: evaluated(
         weighted(device), device, once=False
@@ -300,9 +381,12 @@ REFUSED = {
         "output_dtype bf16": "not implemented for 'BFloat16'",
         "variable batch sizes, output_dtype bf16": "not implemented for 'BFloat16'",
         "bf16 tables": "not implemented for 'BFloat16'",
+        "stay, output_dtype bf16": "not implemented for 'BFloat16'",
+        "stay, bf16 tables": "not implemented for 'BFloat16'",
     },
     "nccl": {
         "bf16 tables": "cache_precision bf16 not supported",
+        "stay, bf16 tables": "cache_precision bf16 not supported",
         "variable batch sizes, output_dtype bf16": "must be pooled in fp32 or fp16 on a GPU",
     },
 }
@@ -343,6 +427,37 @@ def test_trains_as_the_plain_model(trained, option: str):
     losses = losses_by_rank(trained, option)
     expected = losses_by_rank(trained, "plain")[:, : losses.shape[1]]
     assert_same_losses(losses, expected)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "stay",
+        "stay, activation checkpointing",
+        "stay, torch.compile of the attention",
+    ],
+)
+def test_trains_as_one_process_where_rows_stay(trained, option: str):
+    backend, _ = trained
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    expected = unsharded(make_model(**STAY).to(device), backend, device)
+    assert_same_losses(losses_by_rank(trained, option), expected)
+
+
+def test_refused_where_rows_stay(trained):
+    _, ranks = trained
+    for results in ranks:
+        assert results["refused where rows stay"] == []
+
+
+def test_evaluated_where_rows_stay(trained):
+    backend, _ = trained
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    model = make_model(**STAY).to(device).eval()
+    losses = losses_by_rank(trained, "stay, evaluated")
+    for rank, of_rank in enumerate(losses):
+        for step, loss in enumerate(of_rank):
+            assert_same_run(loss, model(make_batch(step, rank).to(device))[0])
 
 
 @pytest.mark.parametrize("model", ["", "is_weighted, max_history, ", "history_codes, "])
@@ -386,6 +501,10 @@ def test_batch_sizes_that_vary_without_inverse_indices_are_refused(trained):
 ROUNDED = {
     "output_dtype fp16": torch.float16,
     "output_dtype bf16": torch.bfloat16,
+    "stay, output_dtype fp16": torch.float16,
+    "stay, output_dtype bf16": torch.bfloat16,
+    "stay, fp16 codecs": torch.float16,
+    "stay, bf16 codecs": torch.bfloat16,
     "variable batch sizes, output_dtype bf16": torch.bfloat16,
     "fp16 codecs": torch.float16,
     "bf16 codecs": torch.bfloat16,
@@ -398,12 +517,16 @@ def test_lookups_in_half_precision(trained, option: str):
     backend, _ = trained
     losses = losses_by_rank(trained, option)
     device, dtype = torch.device("cpu" if backend == "gloo" else "cuda"), ROUNDED[option]
-    model = make_model().to(device)
+    stays = option.startswith("stay")
+    model = make_model(**(STAY if stays else {})).to(device)
     collection = collection_of(model)
+    not_sent = ("hist", "hist_cat") if stays and "codecs" in option else ()
 
     def round_sequences(_module: nn.Module, _inputs: tuple, sequences: dict) -> dict:
         return {
-            name: JaggedTensor(sequence.values().to(dtype).float(), lengths=sequence.lengths())
+            name: sequence
+            if name in not_sent
+            else JaggedTensor(sequence.values().to(dtype).float(), lengths=sequence.lengths())
             for name, sequence in sequences.items()
         }
 
@@ -418,6 +541,8 @@ def test_lookups_in_half_precision(trained, option: str):
 TABLES = {
     "fp16 tables": (DataType.FP16, torch.float16),
     "bf16 tables": (DataType.BF16, torch.bfloat16),
+    "stay, fp16 tables": (DataType.FP16, torch.float16),
+    "stay, bf16 tables": (DataType.BF16, torch.bfloat16),
 }
 
 
@@ -429,18 +554,20 @@ def test_tables_in_half_precision(trained, option: str):
         torch.device("cpu" if backend == "gloo" else "cuda"),
         TABLES[option],
     )
-    model = make_model(data_type=data_type).to(device)
+    model = make_model(data_type=data_type, **(STAY if option.startswith("stay") else {}))
+    model = model.to(device)
     # FBGEMM rounds what tables learn by chance, so that only the first loss is known.
     assert_same_losses(losses[:, :1], unsharded(model, backend, device)[:, :1], dtype=dtype)
     assert losses.isfinite().all()
 
 
-def test_autocast(trained):
+@pytest.mark.parametrize(("option", "options"), [("autocast", {}), ("stay, autocast", STAY)])
+def test_autocast(trained, option: str, options: dict[str, Any]):
     backend, _ = trained
     device = torch.device("cpu" if backend == "gloo" else "cuda")
     with torch.autocast(device.type, torch.bfloat16):
-        expected = unsharded(make_model().to(device), backend, device)
-    assert_same_losses(losses_by_rank(trained, "autocast"), expected, dtype=torch.bfloat16)
+        expected = unsharded(make_model(**options).to(device), backend, device)
+    assert_same_losses(losses_by_rank(trained, option), expected, dtype=torch.bfloat16)
 
 
 def unsharded(

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingType
 from torchrec.inference.modules import quantize_inference_model
@@ -33,12 +35,15 @@ from tests.torchrec.two_ranks import (
     run_ranks,
     shard,
 )
-from torchrec_jagged_attn import embedding_parameters, repeat_by_request
+from torchrec_jagged_attn import (
+    HistoryEmbeddingCollectionSharder,
+    embedding_parameters,
+    repeat_by_request,
+)
 
 CPU = torch.device("cpu")
 CANDIDATES = ("item", "cat", "bought")  # the last one is no target
 REQUESTS = {"candidates": "jagged", "candidate_features": ["bought"]}
-LOOKUPS = {"ShardedEmbeddingCollection", "ShardedEmbeddingBagCollection"}
 # Of the requests of each rank in each step: a request, all of a rank, or all have none.
 COUNTS = [
     ([2, 0, 3, 1], [1, 4, 2, 5]),
@@ -48,6 +53,7 @@ COUNTS = [
     ([0, 0, 0, 0], [0, 0, 0, 0]),
 ]
 ENCODED = {"encoder_layers": 1, "encoder_causal": True, "user_column": True}
+SEPARATE = {"side_by_side": False, "init": "mha"}
 # How tables are sharded and learn, and what the model does.
 CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
     "by table": (ShardingType.TABLE_WISE, "SGD", {}),
@@ -65,7 +71,21 @@ CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
         {"single_lookup": True, "single_id_features": ["user"]},
     ),
     "encoder layers": (ShardingType.TABLE_WISE, "SGD", ENCODED),
+    "stay, by row": (ShardingType.ROW_WISE, "RowWiseAdagrad", SEPARATE),
+    "stay, by table, newest rows, weighted": (
+        ShardingType.TABLE_WISE,
+        "SGD",
+        SEPARATE | {"max_history": 2, "is_weighted": True, "tags": PoolingType.SUM},
+    ),
+    "stay, single lookup": (
+        ShardingType.ROW_WISE,
+        "Adagrad",
+        SEPARATE | {"value_projection": True, "score": "silu", "single_lookup": True},
+    ),
+    "stay, encoder layers": (ShardingType.ROW_WISE, "SGD", SEPARATE | ENCODED),
 }
+# Those where rows of histories stay with their shard.
+STAY = [case for case in CASES if case.startswith("stay")]
 
 
 def make_requests(step: int, rank: int, is_weighted: bool) -> Batch:
@@ -151,9 +171,19 @@ def make_sharded(device: torch.device, case: str) -> nn.Module:
     model = make_model(**options, **REQUESTS)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     optimize_tables(model, optimizer)
-    model = shard(model, device, sharding)
+    sharder = HistoryEmbeddingCollectionSharder if case in STAY else EmbeddingCollectionSharder
+    sharders = [sharder(), EmbeddingBagCollectionSharder()]
+    model = shard(model, device, sharding, sharders=sharders)
     load(model, state)
     return model
+
+
+def lookups_of(case: str) -> set[str]:
+    """What is pipelined."""
+    lookups = {f"Sharded{'History' if case in STAY else ''}EmbeddingCollection"}
+    if "single_lookup" not in CASES[case][2]:
+        lookups.add("ShardedEmbeddingBagCollection")
+    return lookups
 
 
 def from_host(is_weighted: bool) -> Iterator[Batch]:
@@ -182,9 +212,7 @@ def train_sharded(device: torch.device) -> dict[str, dict[str, Any]]:
         batches = from_host(is_weighted)
         of_pipeline = [pipeline.progress(batches)[1].cpu() for _ in range(NUM_STEPS)]
         lookups = {type(module).__name__ for module in pipeline._pipelined_modules}
-        assert lookups == (
-            LOOKUPS - {"ShardedEmbeddingBagCollection"} if "single_lookup" in options else LOOKUPS
-        )
+        assert lookups == lookups_of(case)
         results[case] = {
             "logits": logits,
             "state": full_state_dict(model, device),

@@ -122,6 +122,7 @@ class _Homes(NamedTuple):
         )
 
 
+@torch.compiler.disable()  # a compiled model breaks its graph here: ranks talk to each other
 def attend_at_owners(
     query: Tensor,
     query_offsets: Tensor | None,
