@@ -35,6 +35,7 @@ from torchrec_jagged_attn.modules.history_sharding import (
 
 CPU = torch.device("cpu")
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
+DATA_PARALLEL = ShardingType.DATA_PARALLEL
 # Of the model, whose two histories each have an attention, but those side by side.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("RowWiseAdagrad", {}),
@@ -63,12 +64,14 @@ def make_sharded(
     model: nn.Module,
     optimizer: str = "SGD",
     sharder: ModuleSharder | None = None,
+    others: dict[str, ShardingType] | None = None,
 ) -> nn.Module:
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    if sharding != ShardingType.DATA_PARALLEL:
-        optimize_tables(model, optimizer)
+    replicated = [name for name, kind in (others or {}).items() if kind == DATA_PARALLEL]
+    optimize_tables(model, optimizer, replicated)
     sharder = HistoryEmbeddingCollectionSharder() if sharder is None else sharder
-    model = shard(model, device, sharding, sharders=[sharder, EmbeddingBagCollectionSharder()])
+    sharders = [sharder, EmbeddingBagCollectionSharder()]
+    model = shard(model, device, sharding, sharders=sharders, others=others)
     load(model, state)
     return model
 
@@ -101,6 +104,41 @@ def test_training_equals_that_of_one_process(
         model = make(case).to(device)
         expected = train_unsharded(model, optimizer, len(ranks), device)
         assert_equal_training([x[case] for x in ranks], expected, model, case)
+
+
+PLANS: dict[str, tuple[dict[str, ShardingType], dict[str, Any]]] = {
+    "several kinds in one lookup": (
+        {"t_cat": TABLE_WISE, "t_tag": ROW_WISE, "t_user": DATA_PARALLEL},
+        {"single_lookup": True, "value_projection": True, "init": "mha"},
+    ),
+    "a replicated history": ({"t_item": DATA_PARALLEL}, {"init": "mha"}),
+    "encoder layers": ({"t_cat": TABLE_WISE}, {"encoder_layers": 1}),
+}
+"""Tables that are not sharded by row, and options of the model."""
+
+
+def plans_of(device: torch.device) -> list[tuple[str, dict[str, ShardingType], dict[str, Any]]]:
+    """On CPU, FBGEMM adds up what it looks up in replicated tables, and TorchRec fails."""
+    plans = ((name, *of_name) for name, of_name in PLANS.items())
+    return [x for x in plans if device.type == "cuda" or x[0] != "a replicated history"]
+
+
+def train_by_plans(device: torch.device) -> dict[str, dict[str, Any]]:
+    results = {}
+    for name, others, options in plans_of(device):
+        model = make_sharded(device, ROW_WISE, make("default", **options), others=others)
+        steps = train(model, device)
+        results[name] = {"steps": steps, "state": full_state_dict(model, device)}
+    return results
+
+
+def test_tables_that_are_sharded_in_several_ways(tmp_path: Path, backend: str):
+    ranks = run_ranks(train_by_plans, tmp_path, backend, ranks=4 if backend == "gloo" else None)
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    for name, _, options in plans_of(device):
+        model = make("default", **options).to(device)
+        expected = train_unsharded(model, "SGD", len(ranks), device)
+        assert_equal_training([x[name] for x in ranks], expected, model, name)
 
 
 def forward_seeded(device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -1,12 +1,12 @@
 """TorchRec's training pipelines: the same losses as without, and both lookups pipelined."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -22,7 +22,7 @@ from torchrec.distributed.train_pipeline import (
 )
 from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from tests.torchrec.two_ranks import (
     HISTORY_LENGTHS,
@@ -36,9 +36,11 @@ from tests.torchrec.two_ranks import (
     train,
     world_size,
 )
+from torchrec_jagged_attn import HistoryEmbeddingCollectionSharder
 
 CPU = torch.device("cpu")
 LOOKUPS = {"ShardedEmbeddingCollection", "ShardedEmbeddingBagCollection"}
+SHARDERS = [EmbeddingCollectionSharder, HistoryEmbeddingCollectionSharder]
 Losses = list[Tensor]
 
 
@@ -52,12 +54,17 @@ def with_pipeline(
         from_host = batches(CPU)
         losses = [pipeline.progress(from_host)[0].detach() for _ in range(NUM_STEPS)]
         if pipeline_type is not TrainPipelineBase:
-            assert {type(module).__name__ for module in pipeline._pipelined_modules} == LOOKUPS
+            assert names_of(pipeline._pipelined_modules) == LOOKUPS
         with pytest.raises(StopIteration):
             pipeline.progress(from_host)
         return losses
 
     return run
+
+
+def names_of(lookups: Iterable[nn.Module]) -> set[str]:
+    """Their classes, alike for both sharders."""
+    return {type(lookup).__name__.replace("History", "") for lookup in lookups}
 
 
 def with_stages(model: DistributedModelParallel, device: torch.device) -> Losses:
@@ -85,7 +92,7 @@ def with_stages(model: DistributedModelParallel, device: torch.device) -> Losses
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    assert {type(module).__name__ for module in lookups._pipelined_modules} == LOOKUPS
+    assert names_of(lookups._pipelined_modules) == LOOKUPS
     return losses
 
 
@@ -101,12 +108,16 @@ GPU_PIPELINES = {
 }
 
 
-def train_pipelined(device: torch.device) -> dict[str, Losses]:
-    plain = make_sharded_model(device)
+def train_pipelined(device: torch.device, sharder: type[ModuleSharder]) -> dict[str, Losses]:
+    def make() -> DistributedModelParallel:
+        sharders = [sharder(), EmbeddingBagCollectionSharder()]
+        return make_sharded_model(device, sharders=sharders, encoder={"side_by_side": False})
+
+    plain = make()
     losses = {"none": [loss for loss, _ in train(plain, device)]}
     pipelines = PIPELINES | (GPU_PIPELINES if device.type == "cuda" else {})
     for name, pipeline in pipelines.items():
-        losses[name] = pipeline(make_sharded_model(device), device)
+        losses[name] = pipeline(make(), device)
 
     # What has been trained predicts the same with and without a pipeline.
     plain.eval()
@@ -118,8 +129,11 @@ def train_pipelined(device: torch.device) -> dict[str, Losses]:
     return losses
 
 
-def test_pipelined_training_equals_training_without(tmp_path: Path, backend: str):
-    for losses in run_ranks(train_pipelined, tmp_path, backend):
+@pytest.mark.parametrize("sharder", SHARDERS)
+def test_pipelined_training_equals_training_without(
+    sharder: type[ModuleSharder], tmp_path: Path, backend: str
+):
+    for losses in run_ranks(train_pipelined, tmp_path, backend, sharder):
         for name, pipelined in losses.items():
             expected = losses["none, evaluation" if name == "evaluation" else "none"]
             if name == "none, evaluation":
@@ -143,7 +157,7 @@ def train_on_newest_rows(device: torch.device) -> dict[str, Losses]:
     )
     from_host = batches(CPU)
     losses = [pipeline.progress(from_host)[0].detach() for _ in range(NUM_STEPS)]
-    assert {type(module).__name__ for module in pipeline._pipelined_modules} == LOOKUPS
+    assert names_of(pipeline._pipelined_modules) == LOOKUPS
     (cut,) = pipeline._pipelined_postprocs
     assert type(cut.postproc_module).__name__ == "HistoryTruncation"
     assert len(seen) == NUM_STEPS
@@ -159,19 +173,22 @@ def test_histories_are_cut_before_the_exchange_between_ranks(tmp_path: Path, bac
         assert torch.equal(torch.stack(losses["pipelined"]), torch.stack(losses["none"]))
 
 
-def train_with_prefetched_cache(device: torch.device) -> dict[str, Losses]:
+def train_with_prefetched_cache(
+    device: torch.device, sharder: type[ModuleSharder]
+) -> dict[str, Losses]:
     fused_params = {"prefetch_pipeline": True}
     model = make_sharded_model(
         device,
         ShardingType.ROW_WISE,
         kernel=EmbeddingComputeKernel.FUSED_UVM_CACHING,
         sharders=[
-            EmbeddingCollectionSharder(fused_params=fused_params),
+            sharder(fused_params=fused_params),
             EmbeddingBagCollectionSharder(fused_params=fused_params),
         ],
+        encoder={"side_by_side": False},
     )
     prefetch = with_pipeline(PrefetchTrainPipelineSparseDist)
-    plain = make_sharded_model(device, ShardingType.ROW_WISE)
+    plain = make_sharded_model(device, ShardingType.ROW_WISE, encoder={"side_by_side": False})
     return {
         "prefetch": prefetch(model, device),
         "none": [loss for loss, _ in train(plain, device)],
@@ -179,9 +196,10 @@ def train_with_prefetched_cache(device: torch.device) -> dict[str, Losses]:
 
 
 @pytest.mark.gpu
-def test_rows_prefetched_into_a_cache(tmp_path: Path):
+@pytest.mark.parametrize("sharder", SHARDERS)
+def test_rows_prefetched_into_a_cache(sharder: type[ModuleSharder], tmp_path: Path):
     """Tables in host memory, with a cache of rows on the GPU."""
-    for losses in run_ranks(train_with_prefetched_cache, tmp_path, "nccl"):
+    for losses in run_ranks(train_with_prefetched_cache, tmp_path, "nccl", sharder):
         prefetched, plain = (torch.stack(losses[name]) for name in ("prefetch", "none"))
         assert_same_run(prefetched, plain, num_steps=None)
 

@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -264,10 +264,15 @@ def batches(
         yield make_batch(step, dist.get_rank(), is_weighted).to(device)
 
 
-def optimize_tables(model: nn.Module, optimizer: str = "SGD") -> None:
+def optimize_tables(
+    model: nn.Module, optimizer: str = "SGD", replicated: Collection[str] = ()
+) -> None:
+    """All but the ``replicated``, which the optimizer of dense layers has."""
     fused, _, arguments = OPTIMIZERS[optimizer]
+    others = [p for n, p in model.named_parameters() if n.split(".")[-2] in replicated]
+    tables = [p for p in embedding_parameters(model) if not any(p is other for other in others)]
     # A copy: sharding writes into it.
-    apply_optimizer_in_backward(fused, embedding_parameters(model), dict(arguments))
+    apply_optimizer_in_backward(fused, tables, dict(arguments))
 
 
 def dense_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -282,8 +287,9 @@ def shard(
     bags: ShardingType | None = None,
     kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.FUSED,
     sharders: list[ModuleSharder] | None = None,
+    others: dict[str, ShardingType] | None = None,
 ) -> DistributedModelParallel:
-    """Shard all tables as told, or as near to it as TorchRec can.
+    """Shard all tables as told, or as near to it as TorchRec can; and ``others`` as these say.
 
     It shards an EmbeddingCollection not by tables and rows at once nor by a grid, so then by rows,
     and its sharder of an EmbeddingBagCollection on CPU by table only; ``bags`` says how else.
@@ -296,6 +302,12 @@ def shard(
         sequences = ShardingType.ROW_WISE
     if bags is None:
         bags = ShardingType.TABLE_WISE if device.type == "cpu" else sharding
+    shardings = {name: sequences if name in ATTENDED_TABLES else bags for name in FEATURES}
+    shardings |= others or {}
+    kernels = {
+        name: EmbeddingComputeKernel.DENSE if of_table == ShardingType.DATA_PARALLEL else kernel
+        for name, of_table in shardings.items()
+    }
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=dist.get_world_size(),
@@ -304,8 +316,8 @@ def shard(
         ),
         constraints={
             name: ParameterConstraints(
-                sharding_types=[(sequences if name in ATTENDED_TABLES else bags).value],
-                compute_kernels=[kernel.value],
+                sharding_types=[shardings[name].value],
+                compute_kernels=[kernels[name].value],
                 min_partition=4,
             )
             for name in FEATURES
