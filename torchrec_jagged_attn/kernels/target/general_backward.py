@@ -53,7 +53,6 @@ class Queries(NamedTuple):
         maximum: ``[BLOCK_R]``, the largest score.
         inverse: ``[BLOCK_R]``, one over the total of weights.
         draws: ``[BLOCK_R]``, see ``query_draws``.
-        grad_lse: ``[BLOCK_R]``, the gradient of the log-sum-exp, or ``None``.
     """
 
     q: Any
@@ -62,7 +61,6 @@ class Queries(NamedTuple):
     maximum: Any
     inverse: Any
     draws: Any
-    grad_lse: Any
 
 
 @triton.jit
@@ -75,7 +73,7 @@ def _load_grad_lse(outputs, rows, mask):
 
 
 @triton.jit
-def _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C: tl.constexpr):
+def _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scale, C: tl.constexpr):
     """Weights ``[rows, queries]``, of which some are dropped, and the gradients of their scores.
 
     A row that is ``alone`` in its sample has a softmax weight of one, whatever its score: that has
@@ -89,8 +87,8 @@ def _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C: tl.c
     if C.SCORE == "softmax":
         p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse, 0, LOG2E)
         of_alone = 0.0
-        if queries.grad_lse is not None:
-            of_alone = p * queries.grad_lse[None, :]
+        if grad_lse is not None:
+            of_alone = p * grad_lse[None, :]
         ds = tl.where(alone, of_alone, p * (dp - queries.delta[None, :]))
         return drop_weights(p, dropout, draws, numbers), ds
     p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)
@@ -130,10 +128,9 @@ def _load_block(
     delta = tl.sum(grad_out.to(tl.float32) * exact, 1)
     maximum, inverse = load_stats(outputs.stats, num_rows, work.row + r, r < work.count)
     draws = query_draws(dropout_ptr, work.row + r)
-    grad_lse = _load_grad_lse(outputs, work.row + r, r < work.count)
-    if grad_lse is not None:
-        delta -= grad_lse
-    return Queries(q, grad_out, delta, maximum, inverse, draws, grad_lse), out
+    if outputs.grad_lse is not None:
+        delta -= _load_grad_lse(outputs, work.row + r, r < work.count)
+    return Queries(q, grad_out, delta, maximum, inverse, draws), out
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
@@ -167,6 +164,7 @@ def grad_query_kernel(
     queries, out = _load_block(
         query_ptr, grad_out_ptr, biases.dropout, outputs, num_rows, work, r, d, C
     )
+    grad_lse = _load_grad_lse(outputs, row + r, r < count)
     delta = queries.delta
     alone = (work.end - work.begin == 1) & (work.slot < 0)
 
@@ -181,7 +179,7 @@ def grad_query_kernel(
             biases, samples.offsets, work.sample, n, visible, r[None, :], count,
             C.H, C.P, C.A, C.PRIOR,
         )  # fmt: skip
-        _, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
+        _, ds = _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scale, C)
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=C.PRECISION)
         if C.SCORE == "softmax":
             ds_total += tl.sum(ds, 0)
@@ -193,8 +191,8 @@ def grad_query_kernel(
         tl.store(sums.weights + work.slot * room + local, ds_total, mask=local < room)
     else:
         # A delta larger by ds_total would have made that zero, and acc less by ds_total · out.
-        if queries.grad_lse is not None:
-            ds_total -= queries.grad_lse
+        if grad_lse is not None:
+            ds_total -= grad_lse
         delta += ds_total
         acc -= ds_total[:, None] * out.to(tl.float32)
         store_queries(grads.query, acc * scale, row, r, count, d, C.D)
@@ -239,6 +237,7 @@ def grad_history_kernel(
         queries, _ = _load_block(
             query_ptr, grad_out_ptr, biases.dropout, outputs, num_rows, work, r, d, C
         )
+        grad_lse = _load_grad_lse(outputs, row + r, r < count)
         acc_query = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
 
     index = tl.arange(0, C.BLOCK_N)
@@ -258,7 +257,9 @@ def grad_history_kernel(
                 biases, samples.offsets, work.sample, n, visible, r[None, :], count,
                 C.H, C.P, C.A, C.PRIOR,
             )  # fmt: skip
-            p, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
+            p, ds = _score_gradients(
+                queries, grad_lse, x, n, biases, bias, visible, alone, scale, C
+            )
             acc_query = tl.dot(tl.trans(x), ds.to(x.dtype), acc_query, input_precision=C.PRECISION)
             if grads.history is not None:
                 grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
@@ -276,8 +277,10 @@ def grad_history_kernel(
                 )  # fmt: skip
                 draws = query_draws(biases.dropout, row + rows)
                 grad_lse = _load_grad_lse(outputs, row + rows, rows < count)
-                queries = Queries(q, grad_out, delta, maximum, inverse, draws, grad_lse)
-                p, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
+                queries = Queries(q, grad_out, delta, maximum, inverse, draws)
+                p, ds = _score_gradients(
+                    queries, grad_lse, x, n, biases, bias, visible, alone, scale, C
+                )
                 if grads.history is not None:
                     grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
                 heads = add_heads(heads, ds, rows, h, x.dtype, C.H, C.ONE_TARGET)
