@@ -46,5 +46,10 @@ def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         begins = ends[:-1, None] + bags * ends.diff()[:, None] // num_bags
         offsets = torch.cat([begins.flatten(), ends[-1:]])
     return KeyedJaggedTensor(
-        features.keys(), ids, features.weights_or_none(), offsets=offsets, stride=num_bags
+        features.keys(),
+        ids,
+        features.weights_or_none(),
+        offsets=offsets,
+        stride=num_bags,
+        length_per_key=features.length_per_key_or_none(),  # else it would be read from the device
     )
