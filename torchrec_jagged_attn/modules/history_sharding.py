@@ -96,7 +96,7 @@ class HistoryFeatures(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Numbers that are sent of each row: its id and, where it stays, its position, and age and
+        """Numbers that are sent of each row: its id and, where it stays, its place, and age and
         weight if there are any.
         """
         return 1 + self.stays + self.has_ages + self.has_weights
@@ -149,7 +149,7 @@ class _HistoryDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         columns = [ids]
         if self.history.stays:
             ends = offsets[1:].long()
-            columns.append(ends[sample] - 1 - torch.arange(num_rows, device=device))
+            columns.append(torch.arange(num_rows, device=device) - ends[sample])
             if self.history.has_ages:
                 columns.append(_ages(features, self.history, history, sample, ends))
             if self.history.has_weights:
@@ -457,7 +457,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         owned = OwnedRows(
             rows,
             lengths,
-            positions=columns[1].contiguous(),
+            places=columns[1].contiguous(),
             ages=columns[2].contiguous() if history.has_ages else None,
             prior_weights=columns[-1].contiguous().view(torch.float64).float()
             if history.has_weights

@@ -37,7 +37,7 @@ class OwnedRows(NamedTuple):
     Attributes:
         rows: ``[N', D]``. Their gradient goes to the table.
         lengths: ``[S]`` int64, how many of them each sample has.
-        positions: ``[N']`` int64, how many newer rows the whole history has.
+        places: ``[N']`` int64, of each row in its whole history, where -1 is the newest.
         ages: ``[N']`` int64, or None.
         prior_weights: ``[N']``, or None.
         rows_per_home: how many of the rows each home's samples have.
@@ -47,7 +47,7 @@ class OwnedRows(NamedTuple):
 
     rows: Tensor
     lengths: Tensor
-    positions: Tensor
+    places: Tensor
     ages: Tensor | None
     prior_weights: Tensor | None
     rows_per_home: list[int]
@@ -150,7 +150,7 @@ def attend_at_owners(
     missing = samples.own - history.lengths().shape[0]  # one, where there is no sample
     counts = None
     if query_offsets is None:
-        query = F.pad(query, (0, 0, 0, missing))
+        query = F.pad(query, (0, 0, 0, missing)) if missing else query
     else:
         counts = samples.to_owners(F.pad(query_offsets.diff().long(), (0, missing)))
         queries = _Homes(_gather_counts(query, owned.group), rank, owned.group)
@@ -237,7 +237,7 @@ def _attend(
         scale: of the scores.
     """
     owned = history.owned
-    places, ends = -1 - owned.positions, torch.zeros_like(owned.lengths)
+    places, ends = owned.places, torch.zeros_like(owned.lengths)
     drops = options.row_drops, options.weight_drops
     seeds: list[tuple[Tensor | None, ...]] = [(None, None)]
     per_home = [[x.shape[0]] for x in (u, owned.lengths, owned.rows)]
