@@ -405,7 +405,9 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             local = [ids[name] for name in part.local]
             joined = torch.cat(local or [torch.empty(0, dtype=torch.int64, device=self._device)])
             counts = [x.shape[0] for x in local]
-            lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
+            # From pinned memory: a copy from any other waits for the device.
+            lengths = torch.tensor(counts, dtype=torch.int32, pin_memory=joined.is_cuda)
+            lengths = lengths.to(joined.device, non_blocking=True)
             yield _Received(
                 travelling,
                 histories,
