@@ -45,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 WAYS: dict[str, tuple[ShardingType, type[EmbeddingCollectionSharder]]] = {
     "travel": (ShardingType.TABLE_WISE, EmbeddingCollectionSharder),
+    "travel by row": (ShardingType.ROW_WISE, EmbeddingCollectionSharder),
     "stay by table": (ShardingType.TABLE_WISE, HistoryEmbeddingCollectionSharder),
     "stay by row": (ShardingType.ROW_WISE, HistoryEmbeddingCollectionSharder),
 }
@@ -251,3 +252,76 @@ def test_four_ranks_of_which_some_have_no_row(tmp_path):
             assert_same_run(results[at][0], model(batch).values(), num_steps=2)
         for key, value in model.state_dict().items():
             assert_same_run(ranks[0][at][1][key], value, num_steps=1, name=key)
+
+
+# Of each sample, when its events were and when it is scored. Times that are not known are the
+# least, and ages may be larger than an integer holds; some rows are newer than the request.
+LEAST = -(2**63)
+TIMES = {
+    torch.int64: [
+        ([LEAST, LEAST, 5, 5], 5),
+        ([1, 2**40, 2**62], 2**62 + 7),
+        ([-(2**62), 0, 2**62 + 1], 0),
+        ([LEAST, 2**63 - 1], 2**63 - 1),
+        ([], LEAST),
+    ],
+    torch.int32: [([-(2**31), 1000, 2**31 - 1], 5), ([], 7), ([10, 20], 2**31 - 1)],
+}
+
+
+def make_events(rank: int, dtype: torch.dtype) -> KeyedJaggedTensor:
+    times = [TIMES[dtype][(sample + rank) % len(TIMES[dtype])] for sample in range(4)]
+    lengths = [len(of_events) for of_events, _ in times]
+    events = [time for of_events, _ in times for time in of_events]
+    ids = (torch.arange(8 + sum(lengths)) * 7919 % 50).tolist()
+    values = [*ids, *events, *(now for _, now in times)]
+    return KeyedJaggedTensor(
+        KEYS,
+        torch.tensor(values, dtype=dtype),
+        lengths=torch.tensor([*[1] * 4, *lengths, *[1] * 4, *lengths, *[1] * 4], dtype=dtype),
+    )
+
+
+def make_aged(**options: Any) -> TargetAttentionEmbeddingBagCollection:
+    """In whose output any two buckets of ages differ."""
+    collection = make_collection(**options)
+    for table in collection.pooling.attentions[0].recency_bias.parameters():
+        nn.init.normal_(table)
+    return collection
+
+
+AGED = [
+    (dtype, options)
+    for dtype in TIMES
+    for options in ({}, {"request_time": "now"}, {"score": "silu"})
+]
+
+
+def of_ages(_: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """What this rank puts out, and gradients of the attention."""
+    results = []
+    for dtype, options in AGED:
+        model = sharded(make_aged(**options), "stay by row")
+        out = model(make_events(dist.get_rank(), dtype)).values()
+        out.square().sum().backward()
+        grads = {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if name.startswith("pooling")
+        }
+        results.append((out.detach(), grads))
+    return results
+
+
+def test_ages_are_those_of_one_rank(tmp_path):
+    ranks = run_ranks(of_ages, tmp_path, "gloo")
+    for at, (dtype, options) in enumerate(AGED):
+        model = make_aged(**options)
+        outs = [model(make_events(rank, dtype)).values() for rank in range(len(ranks))]
+        torch.stack([out.square().sum() for out in outs]).mean().backward()
+        for expected, of_rank in zip(outs, ranks, strict=True):
+            out, grads = of_rank[at]
+            assert_same_run(out, expected)
+            for name, grad in grads.items():
+                assert_same_run(grad, model.get_parameter(name).grad, name=name)
+            assert any("age_weight" in name for name in grads)

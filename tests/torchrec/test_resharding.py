@@ -9,12 +9,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
 from tests.torchrec.two_ranks import (
     FEATURES,
     NUM_STEPS,
+    assert_same_run,
     full_state_dict,
     make_batch,
     make_sharded_model,
@@ -22,6 +25,7 @@ from tests.torchrec.two_ranks import (
     train,
     world_size,
 )
+from torchrec_jagged_attn import HistoryEmbeddingCollectionSharder
 
 Parts = dict[tuple[int, ...], Tensor]
 
@@ -70,8 +74,26 @@ def state_of(model: DistributedModelParallel) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
 
 
-def train_and_save(device: torch.device, checkpoint: Path, optimizer: str) -> dict[str, Any]:
-    model = make_sharded_model(device, ShardingType.TABLE_WISE, optimizer)
+Way = tuple[ShardingType, type[EmbeddingCollectionSharder]]
+
+
+def make(device: torch.device, way: Way, optimizer: str) -> DistributedModelParallel:
+    # Bags by table, whose sums are then added up in one order.
+    sharding, sharder = way
+    return make_sharded_model(
+        device,
+        sharding,
+        optimizer,
+        bags=ShardingType.TABLE_WISE,
+        sharders=[sharder(), EmbeddingBagCollectionSharder()],
+        encoder={"side_by_side": False},
+    )
+
+
+def train_and_save(
+    device: torch.device, checkpoint: Path, way: Way, optimizer: str
+) -> dict[str, Any]:
+    model = make(device, way, optimizer)
     train(model, device)
     dcp.save(state_of(model), checkpoint_id=checkpoint)
     return everything(model, device, dist.get_world_size())
@@ -81,12 +103,11 @@ def load_and_save(
     device: torch.device,
     checkpoint: Path,
     copy: Path,
-    sharding: ShardingType,
+    way: Way,
     optimizer: str,
     ranks: int,
 ) -> dict[str, Any]:
-    # Bags by table, whose sums are then added up in one order.
-    model = make_sharded_model(device, sharding, optimizer, bags=ShardingType.TABLE_WISE)
+    model = make(device, way, optimizer)
     state = state_of(model)
     dcp.load(state, checkpoint_id=checkpoint)
     model.load_state_dict(state["model"])
@@ -95,35 +116,48 @@ def load_and_save(
     return everything(model, device, ranks)
 
 
+ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
+TRAVEL, STAY = EmbeddingCollectionSharder, HistoryEmbeddingCollectionSharder
+CHAINS: dict[str, list[tuple[int, Way]]] = {
+    "by table to one rank and back": [
+        (2, (TABLE_WISE, TRAVEL)),
+        (1, (ROW_WISE, TRAVEL)),
+        (2, (TABLE_WISE, TRAVEL)),
+    ],
+    "from rows that stay to rows that travel and back": [
+        (2, (ROW_WISE, STAY)),
+        (2, (TABLE_WISE, TRAVEL)),
+        (4, (ROW_WISE, STAY)),
+        (1, (ROW_WISE, STAY)),
+        (2, (TABLE_WISE, STAY)),
+    ],
+}
+"""Ranks, and how tables are sharded, of models that are each loaded from the one before."""
+
+
+@pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "Adam"])
-def test_from_two_ranks_by_table_to_one_by_row_and_back(
-    tmp_path: Path, backend: str, optimizer: str
-):
+def test_what_was_saved_is_loaded(tmp_path: Path, backend: str, optimizer: str, chain: str):
     if (backend, optimizer) == ("gloo", "Adam"):
         pytest.skip("FBGEMM has no fused Adam for CPU")
-    saved, first, second = (tmp_path / name for name in ("saved", "first", "second"))
-    ranks = world_size(backend)
-    expected = run_ranks(train_and_save, tmp_path, backend, saved, optimizer)
-    by_row = run_ranks(
-        load_and_save,
-        tmp_path,
-        backend,
-        *(saved, first, ShardingType.ROW_WISE, optimizer, ranks),
-        ranks=1,
-    )
-    by_table = run_ranks(
-        load_and_save,
-        tmp_path,
-        backend,
-        *(first, second, ShardingType.TABLE_WISE, optimizer, ranks),
-    )
-    for kind in ("model", "logits"):
-        for result in (by_row, by_table):
-            assert_equal(result[0][kind], expected[0][kind])
+    available = world_size(backend) if backend == "nccl" else 4
+    (ranks, way), *others = [(min(ranks, available), way) for ranks, way in CHAINS[chain]]
+    saved = tmp_path / "saved"
+    expected = run_ranks(train_and_save, tmp_path, backend, saved, way, optimizer, ranks=ranks)
     remembered = put_together([rank["optimizer"] for rank in expected])
     assert len(remembered) >= len(FEATURES)
-    for result in (by_row, by_table):
-        assert_equal(put_together([rank["optimizer"] for rank in result]), remembered)
+    for at, (num_ranks, other) in enumerate(others):
+        copy = tmp_path / str(at)
+        arguments = saved, copy, other, optimizer, ranks
+        results = run_ranks(load_and_save, tmp_path, backend, *arguments, ranks=num_ranks)
+        assert_equal(results[0]["model"], expected[0]["model"])
+        assert_equal(put_together([rank["optimizer"] for rank in results]), remembered)
+        if "stay" in chain:  # partial results are added up
+            for batch, logits in expected[0]["logits"].items():
+                assert_same_run(results[0]["logits"][batch], logits)
+        else:
+            assert_equal(results[0]["logits"], expected[0]["logits"])
+        saved = copy
 
 
 def assert_equal(actual: dict[Any, Tensor], expected: dict[Any, Tensor]) -> None:

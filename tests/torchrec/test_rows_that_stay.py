@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.torchrec.test_batches_of_ranks import KEYS, make_collection, sharded
 from tests.torchrec.test_distributed import assert_equal_training
 from tests.torchrec.two_ranks import (
     assert_same_run,
@@ -163,3 +166,85 @@ def test_the_same_is_dropped_wherever_rows_are(tmp_path: Path, backend: str):
         for by_row, by_table, travelling in results:
             assert_same_run(by_row, travelling, num_steps=None)
             assert_same_run(by_table, travelling, num_steps=None)
+
+
+def of_length(length: int) -> KeyedJaggedTensor:
+    """Three samples whose histories are ``length`` long."""
+    counts = [1, length, 2, length, 1]  # of the keys
+    times = torch.arange(length).repeat(3)
+    values = [torch.arange(3 * count) % 50 for count in counts]
+    values[3], values[4] = times, torch.full((3,), length)
+    lengths = torch.tensor(counts).repeat_interleave(3)
+    return KeyedJaggedTensor(KEYS, torch.cat(values), lengths=lengths)
+
+
+def count_what_is_sent(_: torch.device) -> list[dict[bool, list[int]]]:
+    """How many numbers this rank sends in each exchange, by whether they are no integers."""
+    results, exchange = [], dist.all_to_all_single
+    for length in (2, 50):
+        model = sharded(make_collection(request_time="now", init="mha"), "stay by row")
+        sent: dict[bool, list[int]] = {True: [], False: []}
+
+        def count(output: Tensor, input: Tensor, *args: Any, sent=sent, **kwargs: Any) -> Any:
+            sent[input.is_floating_point()].append(input.numel())
+            return exchange(output, input, *args, **kwargs)
+
+        with mock.patch.object(dist, "all_to_all_single", count):
+            model(of_length(length)).values().sum().backward()
+        results.append(sent)
+    return results
+
+
+def test_what_is_sent_does_not_depend_on_the_length(tmp_path: Path):
+    """But for an id, a position and an age of each row."""
+    for short, long in run_ranks(count_what_is_sent, tmp_path, "gloo"):
+        assert len(short[True]) >= 4  # forward and backward, of queries and results
+        assert short[True] == long[True]
+        assert sum(long[False]) - sum(short[False]) == 3 * (50 - 2) * 3
+
+
+def track_lookups(_: torch.device) -> list[dict[str, list[int]]]:
+    """The ids that this rank looks up, by feature; where rows travel, and where they stay."""
+    results = []
+    for way in ("travel by row", "stay by row"):
+        model = sharded(make_collection(request_time="now"), way)
+        lookup = model.module.embedding_collections["8"]
+        tracked: list[KeyedJaggedTensor] = []
+        lookup.register_post_lookup_tracker_fn(lambda ids, *_, to=tracked: to.append(ids))
+        context = lookup.create_context()
+        received = lookup.input_dist(context, of_length(20)).wait().wait()
+        lookup.compute_and_output_dist(context, received)
+        (ids,) = tracked
+        with mock.patch.object(lookup._lookups[0], "prefetch") as prefetch:
+            lookup.prefetch(received, None, context)
+        prefetched = prefetch.call_args.kwargs["sparse_features"]
+        assert prefetched.keys() == ids.keys()
+        assert torch.equal(prefetched.values(), ids.values())
+        results.append({key: ids[key].values().sort().values.tolist() for key in ("item", "hist")})
+    return results
+
+
+def test_lookups_are_tracked_and_prefetched(tmp_path: Path):
+    for travelling, staying in run_ranks(track_lookups, tmp_path, "gloo"):
+        assert staying == travelling
+
+
+TABLE = "embedding_collections.8.embeddings.t_item.weight"
+
+
+def look_up_out_of_range(_: torch.device) -> tuple[list[int], Tensor]:
+    """Lengths, of all ranks' samples, of what this rank has, and its rows."""
+    model = sharded(make_collection(request_time="now"), "stay by row")
+    features = of_length(4)
+    features.values()[3:7] = torch.tensor([50, 10**12, -1, -(10**12)])  # a history
+    owned = model.module.embedding_collections["8"](features)["hist"].owned
+    return owned.lengths.tolist(), owned.rows.detach()
+
+
+def test_ids_out_of_range_are_looked_up_as_the_first_row_of_an_owner(tmp_path: Path):
+    """As FBGEMM's check of bounds does it, on GPUs where nobody has checked before."""
+    ranks = run_ranks(look_up_out_of_range, tmp_path, "gloo")
+    assert torch.tensor([lengths for lengths, _ in ranks]).sum(0).tolist() == [4] * 6
+    lengths, rows = ranks[1]
+    assert lengths[0] == 4
+    assert torch.equal(rows[:4], make_collection().state_dict()[TABLE][25].expand(4, 8))

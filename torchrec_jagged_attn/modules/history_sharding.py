@@ -140,7 +140,9 @@ class _HistoryDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
 
     def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         history = features[self.history.feature]
-        ids, lengths, offsets = history.values().long(), history.lengths(), history.offsets()
+        lengths, offsets = history.lengths(), history.offsets()
+        # FBGEMM checks bounds, but takes -1 for no row: ids below zero come to lie above all.
+        ids = history.values().long() & torch.iinfo(torch.int64).max
         num_samples, num_rows = lengths.shape[0], ids.shape[0]
         device = ids.device
         sample = torch.arange(num_samples, device=device).repeat_interleave(
