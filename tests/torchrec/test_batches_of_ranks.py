@@ -42,7 +42,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "encoded": {"encoder_layers": 2, "user_column": True, "max_history": 3, "request_time": "now"},
     "projected": {"value_projection": True, "init": "mha", "request_time": "now"},
     "silu": {"score": "silu", "candidates": "jagged", "single_lookup": True},
+    "a lookup of one history": {"history_dim": 16, "request_time": "now"},
 }
+DROPPED = {"row_dropout": 0.4, "dropout": 0.4, "candidates": "jagged"}
 WAYS: dict[str, tuple[ShardingType, type[EmbeddingCollectionSharder]]] = {
     "travel": (ShardingType.TABLE_WISE, EmbeddingCollectionSharder),
     "travel by row": (ShardingType.ROW_WISE, EmbeddingCollectionSharder),
@@ -52,7 +54,11 @@ WAYS: dict[str, tuple[ShardingType, type[EmbeddingCollectionSharder]]] = {
 
 
 def make_collection(
-    candidates: str = "one", single_lookup: bool = False, num_items: int = 50, **options: Any
+    candidates: str = "one",
+    single_lookup: bool = False,
+    num_items: int = 50,
+    history_dim: int = 8,
+    **options: Any,
 ) -> TargetAttentionEmbeddingBagCollection:
     tables = [
         EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=rows, feature_names=features)
@@ -61,6 +67,16 @@ def make_collection(
             ("t_user", 50, ["user"]),
         )
     ]
+    if history_dim != 8:
+        tables[0].feature_names.remove("hist")
+        tables.append(
+            EmbeddingBagConfig(
+                name="t_hist",
+                embedding_dim=history_dim,
+                num_embeddings=num_items,
+                feature_names=["hist"],
+            )
+        )
     torch.manual_seed(0)
     config = TargetAttentionConfig("item", "hist", num_heads=2, timestamps="times", **options)
     return TargetAttentionEmbeddingBagCollection(
@@ -104,7 +120,7 @@ def sharded(
         topology=Topology(world_size=ranks, local_world_size=ranks, compute_device="cpu"),
         constraints={
             name: ParameterConstraints(sharding_types=[of_table.value], min_partition=1)
-            for name, of_table in (("t_item", sharding), ("t_user", pooled))
+            for name, of_table in (("t_item", sharding), ("t_hist", sharding), ("t_user", pooled))
         },
     )
     plan = planner.collective_plan(collection, sharders, dist.group.WORLD)
@@ -167,6 +183,12 @@ def results(_: torch.device) -> dict[str, dict[str, Tensor]]:
             out = model(as_tensor_dict(make_batch(3))).values()
             out.square().sum().backward()
             outputs[f"{name} tensordict"] = out.detach()
+        for sizes in ((3, 0), (0, 2)):
+            model = sharded(make_collection(**DROPPED), way)
+            torch.manual_seed(rank)
+            out = model(make_batch(sizes[rank])).values()
+            out.square().sum().backward()
+            outputs[f"dropped {sizes}"] = out.detach()
         outputs["half"] = losses_of_half(_, way)
         outputs["pipelined"] = torch.tensor(pipelined(way, PIPELINED))
     return results
@@ -193,6 +215,14 @@ def test_ranks_without_a_sample(on_ranks: OnRanks, name: str, sizes: tuple, way:
     for outputs, size in zip(on_ranks, sizes, strict=True):
         assert outputs[way][f"{name} {sizes}"].shape == (size, expected(name, 3).shape[1])
         assert_same_run(outputs[way][f"{name} {sizes}"], expected(name, size))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_is_dropped_if_a_rank_has_no_sample(on_ranks: OnRanks, way: str):
+    for outputs in on_ranks:
+        for sizes in ((3, 0), (0, 2)):
+            name = f"dropped {sizes}"
+            assert_same_run(outputs[way][name], outputs["travel"][name])
 
 
 @pytest.mark.parametrize("way", WAYS)

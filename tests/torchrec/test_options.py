@@ -223,6 +223,11 @@ def refused_where_rows_stay(device: torch.device) -> Losses:
     collection = collection_of(stay(device, is_weighted=True, tags=PoolingType.SUM))
     with pytest.raises(NotImplementedError, match="prior_weights must require no gradient where"):
         collection(features)
+    lookup = collection.embedding_collections["8"]
+    lookup.register_forward_hook(lambda _lookup, _inputs, sequences: detach(dict(sequences)))
+    features = make_batch(0, dist.get_rank(), is_weighted=True).to(device).sparse_features
+    with pytest.raises(NotImplementedError, match="got histories that were detached"):
+        collection(features)
     tables = make_model(**STAY).model.sparse_arch.embedding_bag_collection.embedding_collections
     with pytest.raises(NotImplementedError, match=r"'t_item' must be sharded in .*use 'row_wise'"):
         shard(tables, device, ShardingType.COLUMN_WISE, sharders=[ColumnWise()])
@@ -231,6 +236,13 @@ def refused_where_rows_stay(device: torch.device) -> Losses:
     with pytest.raises(NotImplementedError, match="'t_item' must have as many rows as ids, and no"):
         shard(tables, device, ShardingType.ROW_WISE, sharders=fused(ColumnWise))
     return []
+
+
+def detach(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+    """As TrainPipelineSemiSync does."""
+    for sequence in sequences.values():
+        sequence._values = sequence.values().detach().requires_grad_()
+    return sequences
 
 
 class ColumnWise(HistoryEmbeddingCollectionSharder):

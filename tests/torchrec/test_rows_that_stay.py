@@ -144,10 +144,19 @@ def test_tables_that_are_sharded_in_several_ways(tmp_path: Path, backend: str):
         assert_equal_training([x[name] for x in ranks], expected, model, name)
 
 
+BOTH = {"row_dropout": 0.4, "dropout": 0.4}
+DROPPED: list[dict[str, Any]] = [
+    {"row_dropout": 0.4},
+    {"dropout": 0.4},
+    BOTH | {"max_history": 2},
+    BOTH | {"score": "silu", "value_projection": True, "init": "mha", "candidates": "jagged"},
+]
+
+
 def forward_seeded(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Losses where rows stay, and where they travel, of the same seeds."""
     results = []
-    for options in ({"row_dropout": 0.4}, {"dropout": 0.4}, {"row_dropout": 0.4, "dropout": 0.4}):
+    for options in DROPPED:
         losses = []
         for sharding, sharder in (
             (ROW_WISE, None),

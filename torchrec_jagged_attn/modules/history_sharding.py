@@ -530,7 +530,8 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
 
     Args:
         fused_params: as for ``EmbeddingCollectionSharder``.
-        qcomm_codecs_registry: likewise, for the rows that travel TorchRec's way.
+        qcomm_codecs_registry: likewise, for rows of all but histories. Those of histories that
+            travel, queries and results are sent as they are.
 
     Raises:
         NotImplementedError: a table of histories is sharded by column.

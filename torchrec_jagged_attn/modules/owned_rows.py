@@ -143,7 +143,16 @@ def attend_at_owners(
 
     Returns:
         ``[B, E]`` or ``[ΣT, E]``.
+
+    Raises:
+        NotImplementedError: somebody has replaced the values of ``history``.
     """
+    if history.values().requires_grad:
+        raise NotImplementedError(
+            "rows of histories that stay with HistoryEmbeddingCollectionSharder must be trained in "
+            "loss.backward(), got histories that were detached, as TrainPipelineSemiSync does: use "
+            "TrainPipelineSparseDist"
+        )
     owned, num_queries = history.owned, query.shape[0]
     rank = dist.get_rank(owned.group)
     samples = queries = _Homes(owned.samples_per_home, rank, owned.group)
