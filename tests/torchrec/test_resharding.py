@@ -135,6 +135,21 @@ CHAINS: dict[str, list[tuple[int, Way]]] = {
 """Ranks, and how tables are sharded, of models that are each loaded from the one before."""
 
 
+@pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "Adagrad"])
+def test_the_optimizer_remembers_the_same_wherever_rows_are(
+    tmp_path: Path, backend: str, optimizer: str
+):
+    states = []
+    for sharder in (STAY, TRAVEL):
+        arguments = tmp_path / sharder.__name__, (ROW_WISE, sharder), optimizer
+        ranks = run_ranks(train_and_save, tmp_path, backend, *arguments)
+        states.append(put_together([rank["optimizer"] for rank in ranks]))
+    staying, travelling = states
+    assert staying.keys() == travelling.keys()
+    for name, expected in travelling.items():
+        assert_same_run(staying[name], expected, num_steps=NUM_STEPS, name=name)
+
+
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "Adam"])
 def test_what_was_saved_is_loaded(tmp_path: Path, backend: str, optimizer: str, chain: str):
