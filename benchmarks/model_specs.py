@@ -152,26 +152,6 @@ def with_error(case: str, log: str, metric: str, unit: str, head: str = "") -> C
     return Column(f"{log}: {head or unit}", "{} ± {}", cells, case)
 
 
-def half_of_events(log: str, words: str) -> tuple[Goal, ...]:
-    """What is aimed at where half of the events is left, by relevance."""
-    half = "relevance-0.5"
-    return tuple(
-        Goal(
-            f"{words}, {what}: half by relevance over {EVENTS[peer.partition('-')[0]]}",
-            (log, Cell(half, "test", metric, unit)),
-            (log, Cell(peer, "test", metric, unit)),
-            "1",
-            at_most,
-        )
-        for what, peer, metric, unit, at_most in (
-            ("NE", "all-1", "ne", "NE", True),
-            ("NE of half", "newest-0.5", "ne", "NE", True),
-            ("training samples/s", "all-1", "training", "samples/s", False),
-            ("inference samples/s", "all-1", "inference", "samples/s", False),
-        )
-    )
-
-
 def step_goal(
     mean: int,
     peer: str,
@@ -191,28 +171,6 @@ def step_goal(
     )
 
 
-def speed_goal(
-    what: str, case: str, ours: str, peer: str, bound: str, mode: str = "forward"
-) -> Goal:
-    """Of an op: a peer's time over ours."""
-    return Goal(what, (case, Cell(peer, mode)), (case, Cell(ours, mode)), bound)
-
-
-def goals_of_rows() -> tuple[Goal, ...]:
-    """Of target attention over rows by index, by places of a row."""
-    goals = []
-    for places in (1, 4, 16, 64):
-        case, of_places = f"rank-1k-x{places}", f"{places} place{'s' * (places > 1)} of a row"
-        if places == 1:
-            what = f"{of_places}, forward: to a copy made before"
-            goals.append(speed_goal(what, case, "ours-by-index", "ours-copied-before", "0.9"))
-        for mode, words, bound in (("forward", "forward", "1.5"), ("both", "both ways", "1.3")):
-            what = f"{of_places}, {words}: to a copy made in the call"
-            least = bound if places == 1 else "2"
-            goals.append(speed_goal(what, case, "ours-by-index", "ours-on-a-copy", least, mode))
-    return tuple(goals)
-
-
 def gpus_goal(mean: int, gpus: int, what: str, peer_gpus: int, peer: str, bound: str) -> Goal:
     """Samples a second of ours with its item table by rows, to those of a peer on so many GPUs."""
     above, below = (step_case(mean, n, SHARDINGS[0]) for n in (gpus, peer_gpus))
@@ -222,13 +180,6 @@ def gpus_goal(mean: int, gpus: int, what: str, peer_gpus: int, peer: str, bound:
         (below, Cell(peer, "step", "throughput", "samples/s")),
         bound,
     )
-
-
-def request_goal(what: str, metric: tuple[str, str], bound: str) -> Goal:
-    """Of a step with 32 candidates of each request: by request, to samples with copies."""
-    case = "mean-200-candidates-32-features-13"
-    by_request, by_sample = (Cell(name, "step", *metric) for name in ("ours-by-request", "ours"))
-    return Goal(what, (case, by_request), (case, by_sample), bound)
 
 
 GOALS = {
@@ -266,66 +217,6 @@ GOALS = {
                 1000, 2, "2 GPUs, ours over linear + FlashAttention-2", 2, "linear-varlen", "3.5"
             ),
         ),
-    ),
-    "target_attention_rows_goals": Goals(("target_attention_rows",), goals_of_rows()),
-    "end_to_end_requests_goals": Goals(
-        ("end_to_end",),
-        (request_goal("samples/s: by request over samples", ("throughput", "samples/s"), "8"),),
-    ),
-    "ikbo_goals": Goals(
-        ("ikbo",),
-        tuple(
-            speed_goal(f"{words} {length:,} rows", f"ikbo-{length}{end}", "ours", "ikbo", bound)
-            for words, end, bound in (("all of", "", "1"), ("1 to", "-jagged", "2"))
-            for length in (512, 1024, 2048, 4096, 8192, 16384)
-        ),
-    ),
-}
-GOALS |= {
-    "semantic_ids_goals": Goals(
-        ("semantic_ids",),
-        (
-            Goal(
-                "10,000 × 512 rows of 25 digits, width 128, forward: rows in bf16 over digits",
-                ("full-512", Cell("ours-rows", "forward")),
-                ("full-512", Cell("ours-codes", "forward")),
-                "2",
-            ),
-        ),
-    ),
-    "semantic_ids_ranking_goals": Goals(
-        ("semantic_ids_ranking",),
-        tuple(
-            Goal(
-                f"footprint: k-means with tables, {size} bytes, over `DiscretePCA`, {ours} bytes",
-                *(
-                    ("ml-1m", Cell(way, "test", "footprint", "KiB"))
-                    for way in (f"k-means + tables-{size}", f"discrete PCA + basis-{ours}")
-                ),
-                "3",
-            )
-            for size, ours in ((8, 8), (20, 20), (8, 20))
-        ),
-    ),
-    "select_events_goals": Goals(
-        ("select_events",),
-        tuple(
-            Goal(
-                f"{op}, 4,096 log-normal of 200, {what}: PyTorch's padded top-k over ours",
-                (case, Cell("padded", mode)),
-                (case, Cell("ours", mode)),
-                "5",
-            )
-            for op, case in (
-                ("`select_events`", "events-200"),
-                ("`select_events` without scores", "events-200-newest"),
-            )
-            for what, mode in (("forward", "forward"), ("forward and backward", "both"))
-        ),
-    ),
-    "event_selection_goals": Goals(
-        ("event_selection",),
-        tuple(goal for log, words in EVENT_LOGS.items() for goal in half_of_events(log, words)),
     ),
 }
 MODEL_TABLES = {

@@ -96,11 +96,6 @@ def test_rows_and_columns_are_cases_and_providers(table, suite, left_out):
     assert rows <= large
     assert all(fnmatch(name, left_out) for name in large - rows)
     cells = [cell for column in TABLES[table].columns for cell in column.cells]
-    if f"{table}_goals" in tables.GOALS:
-        goals = tables.GOALS[f"{table}_goals"].goals
-        found = [figure for goal in goals for figure in (goal.above, goal.below)]
-        assert {case for case, _ in found} <= rows
-        cells += [cell for _, cell in found]
     assert {cell.provider for cell in cells} <= {*suite.providers, "floor"}
     assert {cell.mode for cell in cells} <= {*suite.modes, "both"}
 
@@ -299,15 +294,6 @@ def test_goals_are_met_or_not(results):
     }
 
 
-def test_goals_of_which_nothing_was_measured_are_left_out(results):
-    assert tables.goals_table(tables.GOALS["end_to_end_requests_goals"], results) == ""
-    times = [(provider, "time", ms, "ms", "") for provider, ms in (("ikbo", "3"), ("ours", "2"))]
-    write(results / "ikbo.csv", *times, case="ikbo-512", mode="forward")
-    rows = cells_of(tables.goals_table(tables.GOALS["ikbo_goals"], results))
-    assert rows["all of 512 rows"] == ["at least 1", "1.5", "yes"]
-    assert rows["1 to 512 rows"] == ["at least 2", "–", "not measured"]
-
-
 def test_figures_of_two_kinds_of_gpu_say_which_and_are_no_ratio(results):
     path = results / "end_to_end_gpus.csv"
     frame = pd.read_csv(path, dtype={"note": str})
@@ -376,14 +362,6 @@ def test_ways_and_their_budgets(results):
     assert rows["by relevance"] == ["½", "0.5 ± 0", "0.9", "200 (2 ×)"]
     rows = cells_of(tables.figures_table(TABLES["semantic_ids_ranking"], results))
     assert rows["the same, tables trained"] == ["8", "541", "0.8505 ± 0.0005", "0.8 ± 0"]
-    goals = cells_of(tables.goals_table(tables.GOALS["event_selection_goals"], results))
-    made_up = "made up, {}: half by relevance over {}"
-    assert goals[made_up.format("NE", "all")] == ["at most 1", "0.833", "yes"]
-    assert goals[made_up.format("NE of half", "the newest")] == ["at most 1", "0.714", "yes"]
-    assert goals[made_up.format("training samples/s", "all")] == ["at least 1", "2", "yes"]
-    assert goals[made_up.format("inference samples/s", "all")][1:] == ["–", "not measured"]
-    goals = cells_of(tables.goals_table(tables.GOALS["semantic_ids_ranking_goals"], results))
-    assert [row[1:] for row in goals.values()][1] == ["13.9", "yes"]
 
 
 def test_words_for_all_ways():
