@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Choice", "Condition", "Path", "choose", "levels_to_caller", "log_choice", "table"]
+__all__ = ["Choice", "Condition", "Path", "choose", "log_choice", "table"]
 
 PACKAGE = __name__.partition(".")[0]
 LIBRARIES = (PACKAGE, "torch", "torchrec")  # what a user's line calls
@@ -123,20 +123,14 @@ def log_choice(name: str, choice: Choice) -> None:
     _logger.info("%s: %s takes %s%s", site, choice.path, name, refused)
 
 
-def levels_to_caller() -> int:
-    """The ``stacklevel`` of the nearest code that is not this package's, PyTorch's or TorchRec's.
-
-    Of the outermost code where there is no other: backward on a GPU has a thread of its own.
-    """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _package_of(frame) in LIBRARIES:
-        level, frame = level + 1, frame.f_back
-    return level
-
-
 def _call_site() -> str:
-    """File and line of that code, or ``"backward"``."""
-    frame = sys._getframe(levels_to_caller() - 1)
+    """File and line of the nearest code that is not this package's, PyTorch's or TorchRec's.
+
+    ``"backward"`` where there is none: backward on a GPU has a thread of its own.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _package_of(frame) in LIBRARIES:
+        frame = frame.f_back
     if _package_of(frame) in LIBRARIES:
         return "backward"
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

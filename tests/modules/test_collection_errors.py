@@ -38,6 +38,7 @@ from tests.modules.collection_scenarios import (
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
+    embedding_parameters,
 )
 from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 
@@ -484,11 +485,25 @@ def test_histories_of_several_batch_sizes_are_compared_before_they_are_cut():
         truncation(features([2, 1, 3]))
 
 
-def test_the_warning_about_an_optimizer_of_tables_points_at_the_line_that_gave_it():
-    collection = make_collection(SCENARIOS["nothing-else"])
-    with pytest.warns(UserWarning, match="leaves out the weights of attentions") as caught:
-        apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
-    assert [warning.filename for warning in caught] == [__file__]
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_optimizer_in_backward_is_of_tables_alone(is_compiled):
+    scenario = SCENARIOS["nothing-else"]
+    features = to_features(make_batch(scenario, [2, 0, 3]))
+
+    def pool(of: str):
+        collection = make_collection(scenario)
+        parameters = {"tables": embedding_parameters(collection), "all": collection.parameters()}
+        apply_optimizer_in_backward(torch.optim.SGD, parameters[of], {"lr": 0.1})
+        if is_compiled:
+            collection = torch.compile(collection, backend="eager")
+        return collection(features).values()
+
+    assert pool("tables").isfinite().all()
+    with pytest.raises(
+        ValueError,
+        match=r"embedding_parameters\(model\), got pooling\.attentions\.0\.q_proj_weight:",
+    ):
+        pool("all")
 
 
 def test_batch_sizes_that_vary_by_feature_are_refused():

@@ -2,7 +2,7 @@
 
 # FX and torch.jit.script read annotations, so they are no strings here.
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -38,9 +38,9 @@ from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.modules.lookup_rows import take_rows
 from torchrec_jagged_attn.modules.pooling import TargetAttentionPooling
 from torchrec_jagged_attn.modules.sharding import (
+    check_optimizers,
     check_quantized,
     check_sharded,
-    takes_table_optimizer,
 )
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
 
@@ -69,8 +69,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     ``DistributedModelParallel`` must have the sharders of both, as it has by default:
     ``EmbeddingCollectionSharder`` and ``EmbeddingBagCollectionSharder``. The weights of attentions
-    are dense ones. ``apply_optimizer_in_backward`` leaves them out if it is given the parameters of
-    a model, and :func:`embedding_parameters` gives it those of tables alone.
+    are dense ones: give ``apply_optimizer_in_backward`` the weights of tables alone,
+    :func:`embedding_parameters`.
 
     Args:
         tables: as for EmbeddingBagCollection. Those that hold a target or a history have an
@@ -333,7 +333,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 always checked; ids, lengths of each sample and the order of timestamps on CPU, and
                 on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
                 Weights that are missing or not asked for, or batch sizes that vary by feature
-                without ``inverse_indices``.
+                without ``inverse_indices``. In the first batch: an optimizer in backward of the
+                attentions' weights.
             NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
                 or that are pooled in bf16 on a GPU.
             RuntimeError: a ``DistributedModelParallel`` without a sharder of some tables.
@@ -342,6 +343,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         keep_dtype = is_empty = False
         if not is_scripting():
             lookups = self._lookups()
+            check_optimizers(self.pooling)
             features = with_counts(features)
             _check_features(
                 features,
@@ -428,23 +430,6 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         modules = (*self._lookups(), self.pooling)  # a rank may have no part of a table
         tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
         return next(tensors).device
-
-    def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module, but without ``pooling`` for an optimizer of tables."""
-        modules = super().named_modules(memo, prefix, remove_duplicate)
-        if not takes_table_optimizer():
-            return modules
-        pooling = f"{prefix}.pooling" if prefix else "pooling"
-        return (
-            (name, module)
-            for name, module in modules
-            if name != pooling and not name.startswith(f"{pooling}.")
-        )
 
     def _lookups(self) -> list[nn.Module]:
         bags = self.embedding_bag_collection

@@ -6,21 +6,15 @@ whose gradients are averaged over ranks before a step.
 """
 
 import functools
-import inspect
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
-from torch.distributed.optim.apply_optimizer_in_backward import (
-    _apply_optimizer_in_backward as apply_optimizer_in_backward,
-)
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
@@ -32,14 +26,8 @@ from torchrec_jagged_attn.checks import check_module
 from torchrec_jagged_attn.modules.batch_checks import has_no_sample, one_sample_without_ids
 from torchrec_jagged_attn.modules.history_sharding import ShardedHistoryEmbeddingCollection
 from torchrec_jagged_attn.modules.lookup_bags import shorten_bags
-from torchrec_jagged_attn.paths import levels_to_caller
 
-__all__ = [
-    "check_quantized",
-    "check_sharded",
-    "embedding_parameters",
-    "takes_table_optimizer",
-]
+__all__ = ["check_optimizers", "check_quantized", "check_sharded", "embedding_parameters"]
 
 
 QUANTIZED = (
@@ -51,6 +39,9 @@ QUANTIZED = (
 
 # Sharded lookups that ``check_sharded`` has prepared.
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+# Modules that ``check_optimizers`` has checked.
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -111,17 +102,24 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
                 shorten_bags(lookup)
                 _prepared.add(lookup)
         return True
-    if len(left) < len(lookups) or (
-        dist.is_initialized()
-        and not torch.compiler.is_compiling()
-        and _is_called_by(DistributedModelParallel.forward)
-    ):
+    if len(left) < len(lookups) or _is_in_distributed_model_parallel():
         names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in left})
         raise RuntimeError(
             f"sharders of DistributedModelParallel must include {' and '.join(names)}, got no "
             "such sharder: each rank would train its tables whole, and from another start"
         )
     return False
+
+
+def _is_in_distributed_model_parallel() -> bool:
+    """Whether the module whose forward runs was replicated by DistributedModelParallel.
+
+    It sets the parameters that are not replicated on the module that DistributedDataParallel wraps.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    replicated = DistributedDataParallel._active_ddp_module
+    return hasattr(getattr(replicated, "module", None), "_ddp_params_and_buffers_to_ignore")
 
 
 def _give_ranks_one_dtype(lookup: nn.Module) -> None:
@@ -164,6 +162,26 @@ def _input_dist(lookup: ShardedEmbeddingCollection, ctx: Any, features: Any) -> 
     return ShardedEmbeddingCollection.input_dist(lookup, ctx, features)
 
 
+def check_optimizers(pooling: nn.Module) -> None:
+    """Check once that no weight of ``pooling`` has an optimizer in backward, as tables have.
+
+    Raises:
+        ValueError: ``apply_optimizer_in_backward`` was given one of them.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and pooling in _checked:
+        return
+    for name, parameter in pooling.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise ValueError(
+                "apply_optimizer_in_backward must be given the weights of tables alone, "
+                f"embedding_parameters(model), got pooling.{name}: the optimizer of the dense "
+                "layers must have it"
+            )
+    if not is_compiling:
+        _checked.add(pooling)
+
+
 def check_quantized(lookups: list[nn.Module]) -> bool:
     """Whether ``lookups`` are quantized, as all or none of them must be.
 
@@ -179,29 +197,3 @@ def check_quantized(lookups: list[nn.Module]) -> bool:
             "torchrec.quant.EmbeddingCollection}, as quantize_inference_model does"
         )
     return all(are_quantized)
-
-
-def takes_table_optimizer() -> bool:
-    """Whether ``apply_optimizer_in_backward`` asks for parameters, which are to be those of tables.
-
-    TorchRec's idiom gives it ``model.sparse_arch.parameters()``. Then a warning says what it leaves
-    out. A list made before hides from here who asks.
-    """
-    if not _is_called_by(apply_optimizer_in_backward):
-        return False
-    warnings.warn(
-        "apply_optimizer_in_backward leaves out the weights of attentions: the optimizer of the "
-        "dense layers must have them, as in_backward_optimizer_filter(model.named_parameters()) "
-        "gives them; embedding_parameters(model) are the weights of tables alone",
-        stacklevel=levels_to_caller(),
-    )
-    return True
-
-
-def _is_called_by(function: Callable) -> bool:
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is function.__code__:
-            return True
-        frame = frame.f_back
-    return False
