@@ -213,6 +213,7 @@ from tqdm import tqdm
 
 from torchrec_jagged_attn import (
     BalancedBatchSampler,
+    EncoderConfig,
     HistoryEmbeddingCollectionSharder,
     HistoryEmbeddingShardingPlanner,
     TargetAttentionConfig,
@@ -240,7 +241,7 @@ def build_model(
             target=["item", "category"],
             history=["item_history", "category_history"],
             num_heads=args.heads,
-            encoder_layers=args.encoder_layers,
+            encoder=EncoderConfig(args.encoder_layers) if args.encoder_layers else None,
         )
         collection = TargetAttentionEmbeddingBagCollection(
             tables, [attention], candidates=candidates

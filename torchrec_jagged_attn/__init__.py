@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         select_events,
     )
     from torchrec_jagged_attn.modules import (
+        EncoderConfig,
         HistoryEmbeddingCollectionSharder,
         HistoryEmbeddingShardingPlanner,
         HistoryEncoderLayer,
@@ -58,6 +59,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BalancedBatchSampler",
     "DiscretePCA",
+    "EncoderConfig",
     "EventBasedFeature",
     "EventBoosting",
     "EventSelection",

@@ -254,18 +254,14 @@ def check_heads(num_heads: int, embed_dim: int) -> tuple[int, int]:
     return num_heads, embed_dim
 
 
-def check_window(
-    window: int | None, causal: bool, name: str = "window", causal_name: str = "causal"
-) -> int | None:
+def check_window(window: int | None, causal: bool) -> int | None:
     """``window``, which must be ``None``, or a number of keys that causal attention is cut to."""
-    check_bool(causal, causal_name)
+    check_bool(causal, "causal")
     if window is None:
         return None
-    window = check_int(window, name, 1, "an int or None")
+    window = check_int(window, "window", 1, "an int or None")
     if not causal:
-        raise ValueError(
-            f"{name} must go with {causal_name}=True, got {name}={window} and {causal_name}=False"
-        )
+        raise ValueError(f"window must go with causal=True, got window={window} and causal=False")
     return window
 
 

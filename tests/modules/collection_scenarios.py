@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from tests.fixtures import sync_debug_mode
 from torchrec_jagged_attn import (
+    EncoderConfig,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
@@ -304,17 +305,20 @@ def encode(
     config: TargetAttentionConfig, parameters: dict[str, Tensor], num_heads: int, rows: Tensor
 ) -> Tensor:
     """One sample's rows ``[L, E]``, by layers of torch's own."""
+    encoder = config.encoder
+    if encoder is None:
+        return rows
     length, embed_dim = rows.shape
     places = torch.arange(length)
     distance = places[:, None] - places
-    hidden = (distance < 0) & config.encoder_causal
-    hidden |= distance >= (config.encoder_window or length)
+    masked = (distance < 0) & encoder.causal
+    masked |= distance >= (encoder.window or length)
     layer = nn.TransformerEncoderLayer(
         embed_dim, num_heads, 4 * embed_dim, 0.0, "gelu", norm_first=True, batch_first=True,
         device="meta",
     )  # fmt: skip
-    for index in range(config.encoder_layers if length else 0):
-        inputs = rows.unsqueeze(0), hidden.to(rows.device)
+    for index in range(encoder.num_layers if length else 0):
+        inputs = rows.unsqueeze(0), masked.to(rows.device)
         rows = functional_call(layer, within(parameters, f"{index}."), inputs, strict=True)[0]
     return rows
 
@@ -426,7 +430,7 @@ def oracle(
         attended |= {
             (t.name, feature): part for (t, feature), part in zip(found, parts, strict=True)
         }
-        if config.user_column:
+        if config.encoder is not None and config.encoder.user_embedding:
             users.append(
                 torch.stack([rows[-1] if len(rows) else rows.sum(0) for rows in histories])
             )
@@ -557,13 +561,10 @@ USERS = Scenario(
             ["item", "cat"],
             ["hist@t_item", "cats"],
             recency_bias=False,
-            encoder_layers=2,
-            encoder_causal=True,
-            encoder_window=3,
-            user_column=True,
+            encoder=EncoderConfig(num_layers=2, causal=True, window=3, user_embedding=True),
         ),
         TargetAttentionConfig(
-            "item", "clicks", recency_bias=False, encoder_layers=1, user_column=True
+            "item", "clicks", recency_bias=False, encoder=EncoderConfig(user_embedding=True)
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Encoder layers and user columns of the attention collection."""
+"""Encoder layers and user embeddings of the attention collection."""
 
 import dataclasses
 
@@ -19,18 +19,20 @@ from tests.modules.collection_scenarios import (
     to_features,
 )
 from torchrec_jagged_attn import (
+    EncoderConfig,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
 
 
 def test_encoder_layers_drop_what_the_config_says():
-    config = TargetAttentionConfig("item", "hist", encoder_layers=1)
+    config = TargetAttentionConfig("item", "hist", encoder=EncoderConfig())
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     (attention,), ((layer,),) = collection.pooling.attentions, collection.pooling.encoders
     assert (attention.row_dropout, attention.dropout) == (0, 0)
     assert (layer.self_attn.row_dropout, layer.dropout.p) == (0, 0)
-    config = dataclasses.replace(config, encoder_dropout=0.1, row_dropout=0.3, dropout=0.2)
+    encoder = EncoderConfig(dropout=0.1)
+    config = dataclasses.replace(config, encoder=encoder, row_dropout=0.3, dropout=0.2)
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     ((layer,),) = collection.pooling.encoders
     dropouts = layer.self_attn.row_dropout, layer.self_attn.dropout, layer.dropout.p
@@ -45,7 +47,9 @@ def test_encoder_layers_drop_what_the_config_says():
 def test_heads_of_attention_and_of_encoder_layers(options, heads):
     """By the width of both histories together."""
     tables = [table("t", "item", "hist", width=16), table("u", "cat", "cats", width=16)]
-    config = TargetAttentionConfig(["item", "cat"], ["hist", "cats"], encoder_layers=1, **options)
+    config = TargetAttentionConfig(
+        ["item", "cat"], ["hist", "cats"], encoder=EncoderConfig(), **options
+    )
     pooling = TargetAttentionEmbeddingBagCollection(tables, config).pooling
     layer = pooling.encoders[0][0]
     assert (pooling.attentions[0].num_heads, layer.self_attn.num_heads) == heads
@@ -58,9 +62,7 @@ def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
         "hist",
         recency_bias=False,
         value_projection=True,
-        encoder_layers=2,
-        encoder_causal=causal,
-        encoder_window=window,
+        encoder=EncoderConfig(num_layers=2, causal=causal, window=window),
     )
     scenario = Scenario([table("t_item", "item", "hist")], [config])
     batch = make_batch(scenario, [3, 0, 1, 7])
@@ -68,18 +70,21 @@ def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
 
 
 def without_users(scenario: Scenario) -> Scenario:
-    attentions = [dataclasses.replace(x, user_column=False) for x in scenario.attentions]
+    attentions = []
+    for config in scenario.attentions:
+        encoder = dataclasses.replace(config.encoder, user_embedding=False)
+        attentions.append(dataclasses.replace(config, encoder=encoder))
     return dataclasses.replace(scenario, attentions=attentions)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_user_columns_are_the_newest_encoded_rows(lengths, device):
+def test_user_embeddings_are_the_newest_encoded_rows(lengths, device):
     """And their gradient, of what they were encoded from."""
     batch = make_batch(USERS, LENGTHS[lengths])
     check_against_oracle(make_collection(USERS, device), USERS, [batch])
 
 
-def test_user_columns_come_after_all_others(device):
+def test_user_embeddings_come_after_all_others(device):
     """Which are what they are without."""
     batch = make_batch(USERS, LENGTHS["mixed"])
     features = to_features(batch, device)
@@ -95,9 +100,9 @@ def test_user_columns_come_after_all_others(device):
     assert torch.equal(traced(features).values(), out.values())
 
 
-def test_dlrm_passes_user_columns_by():
+def test_dlrm_passes_user_embeddings_by():
     tables = [table("t_item", "item", "hist"), table("t_user", "user", "tags")]
-    config = TargetAttentionConfig("item", "hist", encoder_layers=1, user_column=True)
+    config = TargetAttentionConfig("item", "hist", encoder=EncoderConfig(user_embedding=True))
     scenario = Scenario(tables, [config])
     features = to_features(make_batch(scenario, LENGTHS["mixed"]))
     dense = torch.rand(features.stride(), 3)

@@ -36,6 +36,7 @@ from tests.modules.collection_scenarios import (
     to_features,
 )
 from torchrec_jagged_attn import (
+    EncoderConfig,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
@@ -100,10 +101,10 @@ REFUSED = {
         [TargetAttentionConfig("item", "hist", num_heads=3)],
         "num_heads must divide the 8 columns of history 'hist', got 3",
     ),
-    "user-column-of-a-feature's-name": (
+    "user-embedding-of-a-feature's-name": (
         [ITEM, table("hist", "user", "tags"), table("t_other", "user")],
-        [TargetAttentionConfig("item", "hist", encoder_layers=1, user_column=True)],
-        "user_column must make a key that no feature has in the output, got 'user@hist'",
+        [TargetAttentionConfig("item", "hist", encoder=EncoderConfig(user_embedding=True))],
+        "user_embedding must make a key that no feature has in the output, got 'user@hist'",
     ),
     "timestamps-in-a-table": (
         [ITEM, table("t_time", "time")],
@@ -144,7 +145,6 @@ def test_refused_at_construction(case: str):
     assert "\n" not in str(error.value)
 
 
-ENCODER = {"encoder_layers": 1}
 REFUSED_OPTIONS = {
     "no-history": ({"history": []}, ValueError, r"history must name at least one .*, got \[\]"),
     "a-number-as-target": (
@@ -183,36 +183,7 @@ REFUSED_OPTIONS = {
         ValueError,
         "row_dropout must be at least 0 and below 1, got 1.0",
     ),
-    "no-layers": ({"encoder_layers": None}, TypeError, "encoder_layers must be an int, got None"),
-    "less-than-no-encoder": ({"encoder_layers": -1}, ValueError, "encoder_layers must be at least"),
-    "encoder-dropout": (
-        ENCODER | {"encoder_dropout": 1.0},
-        ValueError,
-        "encoder_dropout must be at least 0 and below 1, got 1.0",
-    ),
-    "window-that-is-not-causal": (
-        ENCODER | {"encoder_window": 3},
-        ValueError,
-        "encoder_window must go with encoder_causal=True, got encoder_window=3 and encoder_caus",
-    ),
-    "window-of-nothing": (
-        ENCODER | {"encoder_causal": True, "encoder_window": 0},
-        ValueError,
-        "encoder_window must be at least 1, got 0",
-    ),
-    **{
-        f"{name}-without-encoder": (
-            {name: value},
-            ValueError,
-            f"{name} must go with encoder_layers, at least 1, got 0",
-        )
-        for name, value in (
-            ("encoder_causal", True),
-            ("encoder_window", 3),
-            ("encoder_dropout", 0.1),
-            ("user_column", True),
-        )
-    },
+    "layers-alone": ({"encoder": 2}, TypeError, "encoder must be an EncoderConfig or None, got 2"),
 }
 
 
@@ -224,19 +195,32 @@ def test_a_config_refuses_its_options(case: str):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"num_layers": None}, TypeError, "num_layers must be an int, got None"),
+        ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
+        ({"causal": 1}, TypeError, "causal must be a bool, got 1"),
+        ({"window": 3}, ValueError, "window must go with causal=True, got window=3 and causal=F"),
+        ({"causal": True, "window": 0}, ValueError, "window must be at least 1, or None, got 0"),
+        ({"dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1, got 1.0"),
+        ({"user_embedding": 1}, TypeError, "user_embedding must be a bool, got 1"),
+    ],
+    ids=str,
+)
+def test_an_encoder_config_refuses_its_options(options, kind, message):
+    with pytest.raises(kind, match=message):
+        EncoderConfig(**options)
+
+
 def test_numbers_of_numpy_are_as_those_of_python():
-    options = {
-        "num_heads": 2,
-        "max_history": 5,
-        "encoder_layers": 1,
-        "encoder_window": 3,
-        "dropout": 0.5,
-        "encoder_dropout": 0.5,
-    }
-    of_numpy = {name: np.array(value)[()] for name, value in options.items()}
-    configs = [
-        TargetAttentionConfig("item", "hist", encoder_causal=True, **x) for x in (options, of_numpy)
-    ]
+    options = {"num_heads": 2, "max_history": 5, "dropout": 0.5}
+    encoder = {"num_layers": 1, "window": 3, "dropout": 0.5}
+    configs = []
+    for of in (lambda x: x, lambda x: np.array(x)[()]):
+        layers = EncoderConfig(causal=True, **{name: of(x) for name, x in encoder.items()})
+        numbers = {name: of(x) for name, x in options.items()}
+        configs.append(TargetAttentionConfig("item", "hist", encoder=layers, **numbers))
     assert configs[0] == configs[1]
     made = [str(TargetAttentionEmbeddingBagCollection([ITEM], config)) for config in configs]
     assert made[0] == made[1]

@@ -37,6 +37,7 @@ from tests.modules.collection_scenarios import (
     to_features,
 )
 from torchrec_jagged_attn import (
+    EncoderConfig,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
@@ -165,10 +166,7 @@ ENCODED = Scenario(
             "hist",
             timestamps="time",
             max_history=3,
-            encoder_layers=2,
-            encoder_causal=True,
-            encoder_window=3,
-            user_column=True,
+            encoder=EncoderConfig(num_layers=2, causal=True, window=3, user_embedding=True),
         )
     ],
 )
@@ -238,7 +236,7 @@ def test_the_default_device_may_be_another(monkeypatch: pytest.MonkeyPatch, comp
         monkeypatch.setattr(extension, "library", lambda: None)
     values, lengths = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 1, 0, 3])
     config = TargetAttentionConfig(
-        "item", "hist", encoder_layers=1, encoder_causal=True, encoder_window=2, dropout=0.3
+        "item", "hist", encoder=EncoderConfig(causal=True, window=2), dropout=0.3
     )
     results = []
     for default in ("cpu", "meta"):

@@ -21,6 +21,7 @@ from tests.modules.target_attention_inputs import (
 from tests.ops.test_scores import attend_by_formula
 from torchrec_jagged_attn import (
     DiscretePCA,
+    EncoderConfig,
     JaggedTargetAttention,
     SemanticIds,
     TargetAttentionConfig,
@@ -332,7 +333,11 @@ def test_dlrm_reads_what_codes_give():
     [
         ({"history": "user"}, ValueError, r"history must have no table .* got \['user'\] of table"),
         ({"history": ["h", "h_1"]}, ValueError, "history must name a feature for each of the 1 wo"),
-        ({"encoder_layers": 1}, ValueError, "encoder_layers must be 0 with history_codes, got 1"),
+        (
+            {"encoder": EncoderConfig()},
+            ValueError,
+            "encoder must be None with history_codes, got",
+        ),
         ({"num_heads": 3}, ValueError, "num_heads must divide the 16 columns of history 'h', got"),
         ({"history_codes": "pca"}, TypeError, "history_codes must be a DiscretePCA, SemanticIds"),
     ],

@@ -176,7 +176,7 @@ def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
         assert torch.equal(columns[name], weight[features[name].values()])
 
 
-def test_encoded_histories_and_user_columns(device: torch.device):
+def test_encoded_histories_and_user_embeddings(device: torch.device):
     requests = of_requests(USERS)
     batch = make_requests(requests, *LENGTHS["mixed"])
     collection = make_collection(requests, device)

@@ -17,6 +17,7 @@ from tests.ops.test_flash_attention import with_relative_bias
 from tests.ops.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
 from tests.ops.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
 from torchrec_jagged_attn import (
+    EncoderConfig,
     HistoryEncoderLayer,
     JaggedSelfAttention,
     JaggedTargetAttention,
@@ -339,7 +340,7 @@ def test_of_a_collection():
             name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
         )
     ]
-    config = TargetAttentionConfig("item", "history", dropout=P, encoder_layers=1)
+    config = TargetAttentionConfig("item", "history", dropout=P, encoder=EncoderConfig())
     collection = TargetAttentionEmbeddingBagCollection(tables, config)
     kinds = {type(x): x.dropout for x in collection.modules() if hasattr(x, "row_dropout")}
     assert kinds == {JaggedTargetAttention: P, JaggedSelfAttention: P}

@@ -19,6 +19,7 @@ from tests.modules.test_self_attention import make_inputs as make_self_inputs
 from tests.ops.test_flash_attention import with_relative_bias
 from tests.ops.test_target_attention import LENGTHS, inputs_of_layout
 from torchrec_jagged_attn import (
+    EncoderConfig,
     HistoryEncoderLayer,
     JaggedSelfAttention,
     JaggedTargetAttention,
@@ -193,7 +194,7 @@ def test_of_a_collection():
             name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
         )
     ]
-    config = TargetAttentionConfig("item", "history", row_dropout=0.4, encoder_layers=1)
+    config = TargetAttentionConfig("item", "history", row_dropout=0.4, encoder=EncoderConfig())
     collection = TargetAttentionEmbeddingBagCollection(tables, config)
     modules = [module for module in collection.modules() if hasattr(module, "row_dropout")]
     kinds = {type(module): module.row_dropout for module in modules}

@@ -28,6 +28,7 @@ from tests.torchrec.two_ranks import (
     run_ranks,
 )
 from torchrec_jagged_attn import (
+    EncoderConfig,
     HistoryEmbeddingCollectionSharder,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -39,7 +40,11 @@ PIPELINED = [(0, 0), (3, 3), (3, 0), (0, 2), (0, 0)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "one candidate": {},
     "requests": {"candidates": "jagged", "request_time": "now"},
-    "encoded": {"encoder_layers": 2, "user_column": True, "max_history": 3, "request_time": "now"},
+    "encoded": {
+        "encoder": EncoderConfig(num_layers=2, user_embedding=True),
+        "max_history": 3,
+        "request_time": "now",
+    },
     "projected": {"value_projection": True, "init": "mha", "request_time": "now"},
     "silu": {"score": "silu", "candidates": "jagged", "single_lookup": True},
     "a lookup of one history": {"history_dim": 16, "request_time": "now"},

@@ -41,6 +41,7 @@ from tests.torchrec.two_ranks import (
     make_model,
 )
 from torchrec_jagged_attn import (
+    EncoderConfig,
     JaggedTargetAttention,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -273,12 +274,15 @@ def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classe
 
 
 @pytest.mark.parametrize(
-    ("options", "strict"),
-    [({}, False), ({"encoder_causal": True, "encoder_window": 3, "user_column": True}, True)],
+    ("encoder", "strict"),
+    [
+        (EncoderConfig(num_layers=2), False),
+        (EncoderConfig(num_layers=2, causal=True, window=3, user_embedding=True), True),
+    ],
     ids=["all", "window"],
 )
-def test_encoder_layers(options: dict[str, Any], strict: bool, device: torch.device):
-    scorer = make_scorer("fp32", device, encoder_layers=2, **options)
+def test_encoder_layers(encoder: EncoderConfig, strict: bool, device: torch.device):
+    scorer = make_scorer("fp32", device, encoder=encoder)
     traced = trace(scorer)
     assert_equal(traced, scorer, device)
     assert_equal(torch.jit.script(traced), scorer, device)

@@ -38,7 +38,7 @@ from tests.torchrec.two_ranks import (
     run_ranks,
     shard,
 )
-from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn import EncoderConfig, JaggedTargetAttention
 from torchrec_jagged_attn.modules.lookup_rows import take_rows
 
 KEYS = ["item", "hist", "tags"]
@@ -253,7 +253,7 @@ CASES: dict[str, tuple[ShardingType, str, dict[str, Any], bool, bool]] = {
     ),
     "samples, by column": (ShardingType.COLUMN_WISE, "SGD", {}, False, True),
     "samples, side by side": (ShardingType.TABLE_WISE, "SGD", {"side_by_side": True}, False, True),
-    "samples, encoder": (ShardingType.TABLE_WISE, "SGD", {"encoder_layers": 1}, False, True),
+    "samples, encoder": (ShardingType.TABLE_WISE, "SGD", {"encoder": EncoderConfig()}, False, True),
     "samples and ids": (
         ShardingType.ROW_WISE,
         "SGD",

@@ -44,6 +44,7 @@ from tests.torchrec.two_ranks import (
 )
 from torchrec_jagged_attn import (
     DiscretePCA,
+    EncoderConfig,
     HistoryEmbeddingCollectionSharder,
     embedding_bag_keys,
     rename_keys,
@@ -264,12 +265,7 @@ def without_inverse_indices(device: torch.device) -> Losses:
 WEIGHTED = {"tags": PoolingType.SUM, "is_weighted": True, "max_history": 3}
 
 
-ENCODED = {
-    "encoder_layers": 2,
-    "encoder_causal": True,
-    "encoder_window": 3,
-    "user_column": True,
-}
+ENCODED = {"encoder": EncoderConfig(num_layers=2, causal=True, window=3, user_embedding=True)}
 
 
 def over_codes() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import optimize_tables, run_ranks, shard
 from torchrec_jagged_attn import (
+    EncoderConfig,
     HistoryEmbeddingCollectionSharder,
     HistoryEmbeddingShardingPlanner,
     TargetAttentionConfig,
@@ -101,8 +102,8 @@ def test_queries_and_partial_results_are_sent_in_place_of_rows(options, columns)
 
 
 def test_rows_of_encoder_layers_are_sent():
-    theirs = options_of(EmbeddingShardingPlanner, THEIRS, encoder_layers=1)
-    ours = options_of(HistoryEmbeddingShardingPlanner, OURS, encoder_layers=1)
+    theirs = options_of(EmbeddingShardingPlanner, THEIRS, encoder=EncoderConfig())
+    ours = options_of(HistoryEmbeddingShardingPlanner, OURS, encoder=EncoderConfig())
     for after, before in zip(ours["row_wise"].shards, theirs["row_wise"].shards, strict=True):
         assert after.perf is not None
         assert before.perf is not None

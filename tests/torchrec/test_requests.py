@@ -36,6 +36,7 @@ from tests.torchrec.two_ranks import (
     shard,
 )
 from torchrec_jagged_attn import (
+    EncoderConfig,
     HistoryEmbeddingCollectionSharder,
     embedding_parameters,
     repeat_by_request,
@@ -52,7 +53,7 @@ COUNTS = [
     ([4, 2], [0, 1, 0, 7, 3]),
     ([0, 0, 0, 0], [0, 0, 0, 0]),
 ]
-ENCODED = {"encoder_layers": 1, "encoder_causal": True, "user_column": True}
+ENCODED = {"encoder": EncoderConfig(causal=True, user_embedding=True)}
 SEPARATE = {"side_by_side": False, "init": "mha"}
 # How tables are sharded and learn, and what the model does.
 CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
@@ -290,7 +291,7 @@ def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:
     ("tables", "options"),
     [
         ("fp32", {}),
-        ("fp32", ENCODED | {"encoder_window": 3}),
+        ("fp32", {"encoder": EncoderConfig(causal=True, window=3, user_embedding=True)}),
         ("int8", {}),
         ("int8", {"single_lookup": True, "single_id_features": ["user"]}),
     ],

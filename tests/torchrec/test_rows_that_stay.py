@@ -31,7 +31,7 @@ from tests.torchrec.two_ranks import (
     train,
     train_unsharded,
 )
-from torchrec_jagged_attn import HistoryEmbeddingCollectionSharder
+from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
 from torchrec_jagged_attn.modules.history_sharding import (
     ShardedHistoryEmbeddingCollection,
 )
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "silu": ("SGD", {"score": "silu", "value_projection": True, "init": "mha"}),
     "sigmoid": ("SGD", {"score": "sigmoid", "init": "mha"}),
     "max_history": ("SGD", {"max_history": 2, "init": "mha"}),
-    "encoder layers": ("SGD", {"encoder_layers": 1, "user_column": True}),
+    "encoder layers": ("SGD", {"encoder": EncoderConfig(user_embedding=True)}),
     "side by side": ("RowWiseAdagrad", {"side_by_side": True}),
     "single lookup": (
         "SGD",
@@ -115,7 +115,7 @@ PLANS: dict[str, tuple[dict[str, ShardingType], dict[str, Any]]] = {
         {"single_lookup": True, "value_projection": True, "init": "mha"},
     ),
     "a replicated history": ({"t_item": DATA_PARALLEL}, {"init": "mha"}),
-    "encoder layers": ({"t_cat": TABLE_WISE}, {"encoder_layers": 1}),
+    "encoder layers": ({"t_cat": TABLE_WISE}, {"encoder": EncoderConfig()}),
 }
 """Tables that are not sharded by row, and options of the model."""
 

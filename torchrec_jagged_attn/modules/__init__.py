@@ -1,7 +1,7 @@
 """The modules: they hold weights, take TorchRec's jagged tensors and call the ops."""
 
 from torchrec_jagged_attn.modules.checkpoint_keys import embedding_bag_keys, rename_keys
-from torchrec_jagged_attn.modules.config import TargetAttentionConfig
+from torchrec_jagged_attn.modules.config import EncoderConfig, TargetAttentionConfig
 from torchrec_jagged_attn.modules.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
 )
@@ -14,6 +14,7 @@ from torchrec_jagged_attn.modules.sharding import embedding_parameters
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 
 __all__ = [
+    "EncoderConfig",
     "HistoryEmbeddingCollectionSharder",
     "HistoryEmbeddingShardingPlanner",
     "HistoryEncoderLayer",

@@ -1,4 +1,4 @@
-"""``TargetAttentionConfig``: which history attends to which target, of which tables."""
+"""``TargetAttentionConfig`` and ``EncoderConfig``: which history attends to which target."""
 
 import itertools
 from collections import Counter
@@ -15,6 +15,7 @@ from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
 __all__ = [
+    "EncoderConfig",
     "TargetAttentionConfig",
     "check_configs",
     "check_list",
@@ -26,6 +27,48 @@ __all__ = [
     "keys_without_tables",
     "looked_up",
 ]
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Encoder layers: the rows of a history attend to each other before a target attends to them.
+
+    Each layer is a :class:`HistoryEncoderLayer` with the ``num_heads`` of the attention, by default
+    at most 4, and its ``recency_bias``, ``row_dropout`` and ``dropout`` (of attention weights).
+
+    Args:
+        num_layers: number of layers.
+        causal: whether a row attends to itself and older rows only.
+        window: maximum number of rows that a row attends to, itself and the newest older ones;
+            needs ``causal``. ``None`` for all.
+        dropout: ``dropout`` of :class:`HistoryEncoderLayer`: probability, while training, that an
+            element of a residual branch or of the feed-forward activations is set to zero.
+        user_embedding: whether to also return the newest encoded row of each history, an embedding
+            of the user that depends on no target. Its key is ``user@`` and the output's key of the
+            (first) history, its width that of the histories together, and it is zero where a
+            history is empty. These keys come after all others, in the order of the attentions.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: ``num_layers`` or ``window`` is below one, ``window`` is given without
+            ``causal``, or ``dropout`` is not in ``[0, 1)``.
+
+    Example:
+        >>> encoder = EncoderConfig(num_layers=2, causal=True, window=50)
+        >>> config = TargetAttentionConfig("item", "hist", encoder=encoder)
+    """
+
+    num_layers: int = 1
+    causal: bool = False
+    window: int | None = None
+    dropout: float = 0.0
+    user_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_layers", check_int(self.num_layers, "num_layers", 1))
+        object.__setattr__(self, "window", check_window(self.window, self.causal))
+        drops_of(self.dropout, "dropout")
+        check_bool(self.user_embedding, "user_embedding")
 
 
 @dataclass
@@ -56,19 +99,8 @@ class TargetAttentionConfig:
         recency_bias: whether scores have a learned bias by position in the history, and by age
             where there are ``timestamps``.
         init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
-        encoder_layers: how many times the rows of a history first attend to each other, each time
-            in a :class:`HistoryEncoderLayer` of ``num_heads``, by default of 4 at most.
-        encoder_causal: whether in these layers a row sees itself and older rows only.
-        encoder_window: how many rows a row of ``encoder_causal`` layers sees at most, itself and
-            the newest older ones. ``None`` for all.
-        encoder_dropout: while training, the probability that an element of what these layers add
-            to a row, or of their hidden rows, is set to zero: the ``dropout`` of
-            :class:`HistoryEncoderLayer`.
-        user_column: whether the newest row of the encoded history is put out, too, which depends on
-            no target: under one more key of the output, ``user@`` and the output's key of the
-            (first) history. It is as wide as the histories together, and zeros where a history is
-            empty. These keys come after all others, in the order of the attentions. Needs
-            ``encoder_layers``.
+        encoder: :class:`EncoderConfig` of the layers that encode the history before it is attended
+            to. ``None``, the default, for no layers.
         score: ``"softmax"``, ``"silu"`` or ``"sigmoid"``, as in
             :class:`JaggedTargetAttention`.
         value_projection: whether attention projects the rows that it pools; as in
@@ -84,7 +116,7 @@ class TargetAttentionConfig:
             The history then needs no table and no lookup: its values are int64 of
             :meth:`SemanticIds.to_words`, and it has a feature for each word. They are put out under
             the key of the first, after those of tables. ``embedding_bag_configs`` of the collection
-            has it, too, as if a table of one row had it: a DLRM finds it. Without encoder layers.
+            has it, too, as if a table of one row had it: a DLRM finds it. Needs ``encoder=None``.
         max_history: ``K``, to keep only the newest ``K`` rows of each history, with their
             timestamps and weights. Older rows are dropped before the lookups, also for another
             table that pools the same feature. A training pipeline overlaps this, and the lookups,
@@ -106,17 +138,13 @@ class TargetAttentionConfig:
     timestamps: str | None = None
     recency_bias: bool = True
     init: Literal["recency", "mha"] = "recency"
-    encoder_layers: int = 0
+    encoder: EncoderConfig | None = None
     score: Literal["softmax", "silu", "sigmoid"] = "softmax"
     value_projection: bool | None = None
     row_dropout: float = 0.0
     max_history: int | None = None
-    encoder_causal: bool = False
-    encoder_window: int | None = None
-    user_column: bool = False
     dropout: float = 0.0
     history_codes: DiscretePCA | SemanticIds | None = None
-    encoder_dropout: float = 0.0
     request_time: str | None = None
 
     def __post_init__(self) -> None:
@@ -130,28 +158,19 @@ class TargetAttentionConfig:
             key = getattr(self, name)
             if key is not None and not isinstance(key, str):
                 raise TypeError(f"{name} must be a key or None, got {key!r}")
-        for name in ("recency_bias", "encoder_causal", "user_column"):
-            check_bool(getattr(self, name), name)
+        check_bool(self.recency_bias, "recency_bias")
         if self.value_projection is not None:
             check_bool(self.value_projection, "value_projection")
-        for name, least in (
-            ("num_heads", 1),
-            ("encoder_layers", 0),
-            ("encoder_window", 1),
-            ("max_history", 1),
-        ):
-            if name != "encoder_layers" and getattr(self, name) is None:
-                continue
-            setattr(self, name, check_int(getattr(self, name), name, least))
-        for name in ("row_dropout", "dropout", "encoder_dropout"):
+        for name in ("num_heads", "max_history"):
+            if getattr(self, name) is not None:
+                setattr(self, name, check_int(getattr(self, name), name, 1))
+        for name in ("row_dropout", "dropout"):
             drops_of(getattr(self, name), name)
         if self.init not in ("recency", "mha"):
             raise ValueError(f"init must be 'recency' or 'mha', got {self.init!r}")
         check_score(self.score)
-        for name in ("encoder_causal", "encoder_window", "encoder_dropout", "user_column"):
-            if getattr(self, name) and self.encoder_layers == 0:
-                raise ValueError(f"{name} must go with encoder_layers, at least 1, got 0")
-        check_window(self.encoder_window, self.encoder_causal, "encoder_window", "encoder_causal")
+        if self.encoder is not None and not isinstance(self.encoder, EncoderConfig):
+            raise TypeError(f"encoder must be an EncoderConfig or None, got {self.encoder!r}")
         if self.timestamps is not None and not self.recency_bias:
             raise ValueError(
                 "timestamps must go with recency_bias=True, which learns from them, "
@@ -169,10 +188,8 @@ class TargetAttentionConfig:
                     f"history must name a feature for each of the {num_words} words of "
                     f"history_codes, got {self.history!r}"
                 )
-            if self.encoder_layers:
-                raise ValueError(
-                    f"encoder_layers must be 0 with history_codes, got {self.encoder_layers}"
-                )
+            if self.encoder is not None:
+                raise ValueError(f"encoder must be None with history_codes, got {self.encoder}")
 
     @property
     def targets(self) -> list[str]:

@@ -58,8 +58,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     .. math:: \sum_n x_n \quad\to\quad \mathrm{JaggedTargetAttention}(t, x)
 
-    and every other feature is pooled by sum or mean, as its table says. With ``user_column``, keys
-    of users follow, which a model that reads features by their names, as DLRM does, passes by.
+    and every other feature is pooled by sum or mean, as its table says. With ``user_embedding``,
+    keys of users follow, which a model that reads features by their names, as DLRM does, passes by.
 
     Tables that hold a target or a history live in ``embedding_collections``, one
     EmbeddingCollection for each width, and the others in ``embedding_bag_collection`` (``None``
@@ -319,7 +319,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
         Returns:
             ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``; after them,
-            those of histories of codes and of ``user_column``. With ``candidates="jagged"``, ``[ΣT,
+            those of histories of codes and user embeddings. With ``candidates="jagged"``, ``[ΣT,
             sum of widths]``.
 
         Raises:

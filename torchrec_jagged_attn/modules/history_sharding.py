@@ -521,8 +521,8 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     It takes the place of ``EmbeddingCollectionSharder`` among the ``sharders`` of a
     ``DistributedModelParallel`` and its planner. Histories of
     :class:`TargetAttentionEmbeddingBagCollection` that a single attention reads row by row are then
-    attended where their rows are; those with encoder layers, a ``user_column`` or other histories
-    beside them travel whole. All else, and a single rank, is as with TorchRec's. Results differ
+    attended where their rows are; those with encoder layers or other histories beside
+    them travel whole. All else, and a single rank, is as with TorchRec's. Results differ
     from those of one rank by rounding.
 
     Tables of histories may be sharded row-wise, the best, table-wise or be data-parallel.

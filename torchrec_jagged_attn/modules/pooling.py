@@ -152,7 +152,7 @@ class TargetAttentionPooling(nn.Module):
         self._num_lookups = len(sequence_tables)
         for attention in self._attentions:
             if attention.user_key:
-                _check_is_new("user_column", attention.user_key, widths)
+                _check_is_new("user_embedding", attention.user_key, widths)
                 widths[attention.user_key] = attention.width
         self._keys, self._widths = list(widths), list(widths.values())
         targets = {
@@ -190,22 +190,7 @@ class TargetAttentionPooling(nn.Module):
         self._slices = _slices(widths, blocks)
 
         self.encoders = nn.ModuleList(
-            _Encoder(
-                *(
-                    HistoryEncoderLayer(
-                        attention.width,
-                        attention.encoder_heads,
-                        dropout=config.encoder_dropout,
-                        causal=config.encoder_causal,
-                        window=config.encoder_window,
-                        recency_bias=config.recency_bias,
-                        row_dropout=config.row_dropout,
-                        attention_dropout=config.dropout,
-                        device=device,
-                    )
-                    for _ in range(config.encoder_layers)
-                )
-            )
+            _encoder(config, attention, device)
             for config, attention in zip(attentions, self._attentions, strict=True)
         )
         self.attentions = nn.ModuleList(
@@ -389,8 +374,9 @@ def _attention(
         ]
         for argument, names in (("target", config.targets), ("history", looked_up(config)))
     )
-    user_key = f"user@{histories[0].key}" if config.user_column else ""
-    takes_indices = config.encoder_layers == 0
+    has_user = config.encoder is not None and config.encoder.user_embedding
+    user_key = f"user@{histories[0].key}" if has_user else ""
+    takes_indices = config.encoder is None
     if config.history_codes is None:
         features, keys = [x.feature for x in histories], [x.key for x in histories]
         width, num_bytes = _width(histories), 0
@@ -405,6 +391,30 @@ def _attention(
         targets, histories, features, keys, width, encoder_heads, num_bytes,
         config.timestamps or "", config.request_time or "", takes_indices, user_key,
     )  # fmt: skip
+
+
+def _encoder(
+    config: TargetAttentionConfig, attention: _Attention, device: torch.device | None
+) -> _Encoder:
+    encoder = config.encoder
+    if encoder is None:
+        return _Encoder()
+    return _Encoder(
+        *(
+            HistoryEncoderLayer(
+                attention.width,
+                attention.encoder_heads,
+                dropout=encoder.dropout,
+                causal=encoder.causal,
+                window=encoder.window,
+                recency_bias=config.recency_bias,
+                row_dropout=config.row_dropout,
+                attention_dropout=config.dropout,
+                device=device,
+            )
+            for _ in range(encoder.num_layers)
+        )
+    )
 
 
 def _check_is_new(argument: str, key: str, keys: dict[str, int]) -> None:
