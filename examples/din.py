@@ -23,7 +23,7 @@ from options import HelpFormatter, number
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn import jagged_jagged_bmm, repeat_by_request
+from torchrec_jagged_attn import jagged_jagged_bmm, repeat_per_candidate
 
 NUM_ITEMS, NUM_KINDS, MAX_HISTORY, BATCH_SIZE = 100, 10, 20, 128
 
@@ -41,7 +41,7 @@ class ActivationUnit(nn.Module):
 
     def forward(self, target: Tensor, history: JaggedTensor) -> Tensor:
         x = history.values()
-        q = repeat_by_request(target, history)  # [N, D], the target of each row's sample
+        q = repeat_per_candidate(target, history)  # [N, D], the target of each row's sample
         weights = self.weigh(torch.cat([q, x, q - x, q * x], dim=1))  # [N, 1]
         return jagged_jagged_bmm(x, weights, history.offsets()).squeeze(2)
 

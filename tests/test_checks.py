@@ -247,4 +247,4 @@ def test_lengths_are_integers():
 
 def test_candidates_are_jagged():
     with pytest.raises(TypeError, match=r"^candidates must be a JaggedTensor, got a Tensor"):
-        package.repeat_by_request(ROWS, OFFSETS)
+        package.repeat_per_candidate(ROWS, OFFSETS)

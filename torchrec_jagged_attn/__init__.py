@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         embedding_bag_keys,
         embedding_parameters,
         rename_keys,
-        repeat_by_request,
+        repeat_per_candidate,
     )
 
 __version__ = "0.1.0"
@@ -93,7 +93,7 @@ __all__ = [
     "jagged_target_attention_over_ids",
     "rank_attributes",
     "rename_keys",
-    "repeat_by_request",
+    "repeat_per_candidate",
     "segment_sessions",
     "select_events",
     "select_rows",

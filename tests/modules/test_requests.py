@@ -31,7 +31,7 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_bag_keys,
     rename_keys,
-    repeat_by_request,
+    repeat_per_candidate,
 )
 from torchrec_jagged_attn.modules.config import keys_of_candidates
 from torchrec_jagged_attn.testing import assert_matches_oracle
@@ -290,7 +290,7 @@ def test_dlrm_scores_each_candidate():
     batch = make_requests(requests, *LENGTHS["mixed"])
     features = to_features(batch)
     dense = torch.randn(features.stride(), 3)
-    dense_by_candidate = repeat_by_request(dense, features["item"])
+    dense_by_candidate = repeat_per_candidate(dense, features["item"])
     model, plain = (DLRM(make_collection(x), 3, [4, 8], [8, 1]) for x in (requests, scenario))
     keys = {bag: key for key, bag in embedding_bag_keys(plain).items()}
     names = {key: keys[bag] for key, bag in embedding_bag_keys(model).items()}
@@ -364,16 +364,18 @@ def test_rows_are_repeated_by_request(counts: list[int], dtype: torch.dtype, dev
         return torch.cat([row.expand(n, -1) for row, n in zip(rows, counts, strict=True)])
 
     rows = torch.randn(len(counts), 5, device=device).to(dtype)
-    assert torch.equal(repeat_by_request(rows, candidates), copied(rows))
-    assert_matches_oracle(lambda rows: repeat_by_request(rows, candidates), copied, {"rows": rows})
+    assert torch.equal(repeat_per_candidate(rows, candidates), copied(rows))
+    assert_matches_oracle(
+        lambda rows: repeat_per_candidate(rows, candidates), copied, {"rows": rows}
+    )
 
 
 def test_rows_that_do_not_fit_the_requests_are_refused():
     candidates = JaggedTensor(torch.arange(3), lengths=torch.tensor([2, 1]))
     with pytest.raises(ValueError, match=r"rows must have shape \[B, D\] = \[2, any\], got \[3, 4"):
-        repeat_by_request(torch.rand(3, 4), candidates)
+        repeat_per_candidate(torch.rand(3, 4), candidates)
     with pytest.raises(TypeError, match=r"rows must be one of .*, got torch.int64"):
-        repeat_by_request(torch.ones(2, 4).long(), candidates)
+        repeat_per_candidate(torch.ones(2, 4).long(), candidates)
 
 
 class OwnModel(nn.Module):
@@ -385,7 +387,7 @@ class OwnModel(nn.Module):
         self.dense = nn.Linear(3, 8)
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        rows = repeat_by_request(self.dense(dense), features["item"])
+        rows = repeat_per_candidate(self.dense(dense), features["item"])
         return torch.cat([rows, self.collection(features).values()], dim=1)
 
 

@@ -13,7 +13,7 @@ from torchrec_jagged_attn import (
     JaggedFeatureInteraction,
     JaggedSelfAttention,
     JaggedTargetAttention,
-    repeat_by_request,
+    repeat_per_candidate,
 )
 
 pytestmark = pytest.mark.reference  # alike with any kernels
@@ -120,4 +120,4 @@ def test_self_attention(layer, mode):
 def test_repeat_by_request(mode):
     device, _, inside = mode
     with inside:
-        assert repeat_by_request(draw(3, 8, device=device), history_of(device)).shape == (6, 8)
+        assert repeat_per_candidate(draw(3, 8, device=device), history_of(device)).shape == (6, 8)

@@ -39,7 +39,7 @@ from torchrec_jagged_attn import (
     EncoderConfig,
     HistoryEmbeddingCollectionSharder,
     embedding_parameters,
-    repeat_by_request,
+    repeat_per_candidate,
 )
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def make_requests(step: int, rank: int, is_weighted: bool) -> Batch:
         values.append(drawn if is_of_candidates else ids.values())
     features = keyed(batch.sparse_features.keys(), lengths, values, is_weighted)
     return Batch(
-        dense_features=repeat_by_request(batch.dense_features, features["item"]),
+        dense_features=repeat_per_candidate(batch.dense_features, features["item"]),
         sparse_features=features,
         labels=torch.arange(int(counts.sum())) % 2,
     )
@@ -273,7 +273,7 @@ class OfRequests(nn.Module):
         self.dlrm = dlrm
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        return self.dlrm(repeat_by_request(dense, features["item"]), features)
+        return self.dlrm(repeat_per_candidate(dense, features["item"]), features)
 
 
 def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:

@@ -8,7 +8,7 @@ from torchrec_jagged_attn.modules.embedding_bag_collection import (
 from torchrec_jagged_attn.modules.feature_interaction import JaggedFeatureInteraction
 from torchrec_jagged_attn.modules.history_planner import HistoryEmbeddingShardingPlanner
 from torchrec_jagged_attn.modules.history_sharding import HistoryEmbeddingCollectionSharder
-from torchrec_jagged_attn.modules.requests import repeat_by_request
+from torchrec_jagged_attn.modules.requests import repeat_per_candidate
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer, JaggedSelfAttention
 from torchrec_jagged_attn.modules.sharding import embedding_parameters
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
@@ -26,5 +26,5 @@ __all__ = [
     "embedding_bag_keys",
     "embedding_parameters",
     "rename_keys",
-    "repeat_by_request",
+    "repeat_per_candidate",
 ]

@@ -91,7 +91,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             shows any number of candidates to one user, also none. Targets have an id for each, and
             the output a row for each, ``ΣT`` in all, in their order. A request's history is sent,
             looked up and read once, and all else of it is pooled once, and then repeated for each
-            of its candidates. So must its dense features be, see :func:`repeat_by_request`.
+            of its candidates. So must its dense features be, see :func:`repeat_per_candidate`.
             Parameters are the same. Rows that ``row_dropout`` leaves out are those of the request.
         candidate_features: of ``candidates="jagged"``: features besides the targets that have one
             id for each candidate. Their rows are put out without pooling. As with

@@ -20,7 +20,7 @@ from torchrec_jagged_attn.modules.batch_checks import (
 )
 from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feature, looked_up
 from torchrec_jagged_attn.modules.history_sharding import HistoryFeatures
-from torchrec_jagged_attn.modules.requests import repeat_by_request
+from torchrec_jagged_attn.modules.requests import repeat_per_candidate
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 from torchrec_jagged_attn.modules.target_attention_arguments import (
@@ -299,7 +299,7 @@ class TargetAttentionPooling(nn.Module):
             of_bags = _in_order(bags, self._bags)
             of_samples.append(of_bags[:0] if is_empty else of_bags)
         if self._is_of_requests and len(of_samples) > 0:
-            of_samples = [repeat_by_request(_join(of_samples), candidates)]
+            of_samples = [repeat_per_candidate(_join(of_samples), candidates)]
         blocks = blocks + of_samples
         values = _join([_columns(blocks[x.block], x) for x in self._slices])
         if keep_dtype:

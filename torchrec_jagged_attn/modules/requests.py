@@ -10,10 +10,10 @@ from torchrec_jagged_attn.checks import check_float, check_shape
 from torchrec_jagged_attn.ops.interaction import jagged_dense_add
 from torchrec_jagged_attn.ops.interaction_gradients import jagged_dense_add as add_op
 
-__all__ = ["repeat_by_request"]
+__all__ = ["repeat_per_candidate"]
 
 
-def repeat_by_request(rows: Tensor, candidates: JaggedTensor) -> Tensor:
+def repeat_per_candidate(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     r"""Repeat each request's row for each of its candidates: :math:`out_n = rows_{b(n)}`.
 
     On CUDA the host does not wait: the number of candidates is that of the values. The gradient
@@ -35,7 +35,7 @@ def repeat_by_request(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     Example:
         >>> dense = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
         >>> item = JaggedTensor(torch.tensor([7, 8, 9]), lengths=torch.tensor([2, 0, 1]))
-        >>> repeat_by_request(dense, item)
+        >>> repeat_per_candidate(dense, item)
         tensor([[1., 2.],
                 [1., 2.],
                 [5., 6.]])
