@@ -269,7 +269,8 @@ def optimize_tables(
 ) -> None:
     """All but the ``replicated``, which the optimizer of dense layers has."""
     fused, _, arguments = OPTIMIZERS[optimizer]
-    others = [p for n, p in model.named_parameters() if n.split(".")[-2] in replicated]
+    ends = tuple(f".{table}.weight" for table in replicated)
+    others = [p for name, p in model.named_parameters() if name.endswith(ends)]
     tables = [p for p in embedding_parameters(model) if not any(p is other for other in others)]
     # A copy: sharding writes into it.
     apply_optimizer_in_backward(fused, tables, dict(arguments))
