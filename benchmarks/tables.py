@@ -45,7 +45,10 @@ from torchrec_jagged_attn.ops import multi_head_target_attention
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+DOCUMENTS = (
+    *(ROOT / "README.md", ROOT / "benchmarks" / "TABLES.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
 PACKAGE = "torchrec_jagged_attn"
 LACKS_MEMORY = ("out of memory", "alloc_failed")  # in what CUDA and its libraries raise
 NO_MEMORY = "out of memory"

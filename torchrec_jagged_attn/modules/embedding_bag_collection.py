@@ -417,7 +417,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             "ManagedCollisionEmbeddingBagCollection and ManagedCollisionEmbeddingCollection must "
             "have a collection of TorchRec's, got a TargetAttentionEmbeddingBagCollection: hash "
             "features by the ManagedCollisionCollection before they are given to it, see "
-            "'Ids without a bound' in docs/how_to/dlrm.md"
+            "'Zero-collision hashing' in docs/how_to/swap_and_migrate.md"
         )
 
     def is_weighted(self) -> bool:

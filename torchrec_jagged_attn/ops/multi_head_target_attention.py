@@ -91,7 +91,7 @@ __all__ = [
 # the calls that each sample's keys and values take, where histories have about 100 rows.
 FLOPS_PER_ELEMENT = {("cuda", 2): 128, ("cuda", 4): 32, ("cpu", 2): 28, ("cpu", 4): 28}
 # How many FLOPs of attention over keys take as long as one over raw rows does, which for many
-# targets is left to slower kernels. By trying, see docs/target_attention.md.
+# targets is left to slower kernels. By trying, see docs/kernels.md.
 FLOPS_OF_ABSORBED = {("cuda", 2): 3.5, ("cuda", 4): 4.5, ("cpu", 2): 1, ("cpu", 4): 1}
 # Batches with fewer query rows (targets · heads) than this count as having this many, where they
 # attend over keys: they do not fill the GPU. On CUDA by trying, for 1 and 4 users of 512 to 10,000
