@@ -286,7 +286,7 @@ def test_one_head_never_takes_explicit_keys_and_values_on_a_cpu():
 def test_auto_counts_what_either_way_takes(
     device_type, dtype, num_samples, most_absorbed, least_explicit, projected
 ):
-    """As ``docs/target_attention.md`` has it, of 4 heads and width 128."""
+    """As ``docs/kernels.md`` has it, of 4 heads and width 128."""
 
     def makes_keys(num_targets, jagged):
         with FakeTensorMode():
