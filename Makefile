@@ -53,7 +53,6 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python benchmarks/tables.py --check
 	$(BIN)/python benchmarks/report.py --check
 	$(BIN)/pytest --doctest-modules torchrec_jagged_attn
 

@@ -115,12 +115,11 @@ class Training:
         *,
         sharding: str = SHARDINGS[0],
         cuda_graph: bool = False,
-        num_batches: int = NUM_BATCHES,
         warmup: int = WARMUP,
     ) -> None:
         self.name, self.sharding, self.device = name, sharding, device
         self.on_gpu, self.provider = device.type == "cuda", PROVIDERS[name]
-        self.num_batches, self.warmup = num_batches, warmup
+        self.warmup = warmup
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
         torch.manual_seed(0)
         model = make_model(self.provider, sizes)
@@ -137,7 +136,7 @@ class Training:
         set_longest(self.pipeline._model, CLIP * max(sizes.mean, before.mean))
         by_request = self.provider.by_request
         self.made = make_batches(
-            sizes, self.num_batches, self.device, dist.get_rank(), by_request=by_request
+            sizes, NUM_BATCHES, self.device, dist.get_rank(), by_request=by_request
         )
         lengths = [
             b.sparse_features[key].lengths() for b in self.made for key in sizes.history_keys
@@ -170,7 +169,7 @@ class Training:
         """Adds to ``times``."""
         if self.on_gpu:
             torch.cuda.empty_cache()  # what the one before left there is none of its time
-        self.run(self.num_batches)
+        self.run(NUM_BATCHES)
         dist.barrier()
         seconds = self.over_ranks(self.run(STEPS_OF_ROUND), dist.ReduceOp.MAX)
         self.times.append(seconds[0] / STEPS_OF_ROUND * 1e3)
@@ -200,7 +199,7 @@ class Training:
         """MiB that a step takes, tables included."""
         others = torch.cuda.memory_allocated() - self.held
         torch.cuda.reset_peak_memory_stats()
-        self.run(self.num_batches)
+        self.run(NUM_BATCHES)
         peak = torch.cuda.max_memory_allocated() - others
         return self.over_ranks(peak / 2**20, dist.ReduceOp.MAX)[0]
 

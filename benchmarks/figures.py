@@ -1,177 +1,252 @@
-"""The table and the pictures of ``run.py``, from its rows of figures."""
+"""The figures under ``results/``, as ``report.py`` reads them.
 
+A file there is what ``run.py --csv`` writes, or a part of it: the columns ``suite``, ``case``,
+``provider``, ``mode``, ``metric``, ``median`` and ``unit``, then what was measured, on what, and
+when. Where only a ratio was kept, its row has the unit ``× ours`` (a provider's figure over ours),
+``of floor`` (the floor's time over a provider's) or ``saved`` (one less ours over a provider's).
+From a run, which has times and memory, the same ratios are computed. A provider that was refused
+has a row of the metric ``refused``, which says why in its ``note``. The trainings of ``quality.py
+--csv`` become such rows, too.
+"""
+
+import csv
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from rich.table import Table
+from quality_results import figure_rows, ways_rows
 
-matplotlib.use("Agg")
+RESULTS = Path(__file__).parent / "results"
+NO_MEMORY = "out of memory"
+LACKS_MEMORY = (NO_MEMORY, "alloc_failed")  # in what CUDA and its libraries raise
+MODES = ("forward", "backward", "both", "step", "test")
+METRICS = {
+    **dict.fromkeys(
+        ("time", "graph_time", "host_time", "host_time_one_thread", "gpu_busy", "p50", "p99"), "ms"
+    ),
+    **dict.fromkeys(("memory", "peak_memory", "sent", "sent_by_length", "sent_rows"), "MiB"),
+    **dict.fromkeys(("throughput", "training", "inference"), "samples/s"),
+    **dict.fromkeys(("auc", "auc_se", "ahead", "ahead_se"), "AUC"),
+    **dict.fromkeys(("ne", "ne_se"), "NE"),
+    "served": "requests/s",
+    "footprint": "KiB",
+}
+"""The metrics that documents show, and the units in which files have them."""
+UNITS = {
+    "µs": "µs",  # of what files have in ms
+    "×": "× ours",
+    "floor": "of floor",
+    "saved": "saved",
+    "ratio": "padded over jagged",
+}
+SCORES = ("AUC", "HR@10", "NE", "nats")
+# Providers of which a table shows the fastest, or the one that takes least memory.
+GROUPS: dict[str, Callable[[str], bool]] = {
+    "best-peer": lambda provider: not provider.startswith(("ours", "floor")),
+    "dense-flash": lambda provider: provider in ("padded-flash", "full-flash"),
+    "fbgemm": lambda provider: provider.startswith("fbgemm-"),
+}
 
 
-def make_table(rows: list[dict]) -> Table:
-    """One line per mode and provider of a case: figures, ratio to the best peer, part of the floor.
+@dataclass(frozen=True)
+class Cell:
+    """A figure: case, provider, mode, metric and unit as ``run.py`` writes them.
 
-    A ratio over 1 is faster than the best peer; the best peer's own is 1.
+    Args:
+        named: whether the provider is named, of a group of providers of which this is the best.
     """
-    figures = {(r["mode"], r["provider"], r["metric"]): r["median"] for r in rows}
-    heads = {
-        "time": ("eager ms", "× peer", "of floor"),
-        "graph_time": ("graph ms", "× peer", "of floor"),
-        "kernel_time": ("kernels ms", "× peer", "of floor"),
-        "host_time": ("host ms", "× peer"),  # the floor is the GPU's
-        "host_time_one_thread": ("one thread ms", "× peer"),
-    }
-    metrics = [m for m in heads if any(metric == m for _, _, metric in figures)]
-    table = Table("mode", "provider", box=None, pad_edge=False)
-    for column in [head for m in metrics for head in heads[m]] + ["MiB"]:
-        table.add_column(column, justify="right")
-    modes = list(dict.fromkeys(r["mode"] for r in rows))
-    lines = dict.fromkeys((r["mode"], r["provider"]) for r in rows)
-    for mode, provider in sorted(lines, key=lambda line: modes.index(line[0])):
-        cells = []
-        for metric in metrics:
-            peers = [
-                its
-                for (its_mode, name, its_metric), its in figures.items()
-                if (its_mode, its_metric) == (mode, metric)
-                and not name.startswith(("ours", "floor"))
-            ]
-            figure = figures.get((mode, provider, metric))
-            own = ["–"] * len(heads[metric])
-            if figure is not None:
-                ratio = f"{min(peers) / figure:.2f}" if peers and provider != "floor" else "–"
-                of_floor = f"{figures[mode, 'floor', 'time'] / figure:.0%}"
-                own = [f"{figure:.4g}", ratio, of_floor][: len(own)]
-            cells += own
-        memory = figures.get((mode, provider, "peak_memory"))
-        table.add_row(mode, provider, *cells, "–" if memory is None else f"{memory:.0f}")
-    return table
+
+    case: str
+    provider: str
+    mode: str = "both"
+    metric: str = "graph_time"
+    unit: str = "ms"
+    named: bool = False
 
 
-def with_memory(frame: pd.DataFrame) -> pd.DataFrame:
-    """Times, and as ``memory`` the MiB of the operands and of what a call takes on top of them.
+def parsed(text: str, key: str = "", mode: str = "both") -> Cell:
+    """A figure by its words, as ``"ours forward µs"``: by default its graph time in ms.
 
-    One without the other would favour those whose operands are padded before the call.
+    Args:
+        text: with ``*`` for ``key``, and ``@`` before the case, if that is not ``key``.
+        mode: if ``text`` has none.
     """
-    quantiles = ["median", "p20", "p80"]
-    parts = frame[frame["unit"] == "MiB"].assign(metric="memory")
-    labels = [column for column in frame.columns if column not in quantiles]
-    memory = parts.groupby(labels, as_index=False, sort=False, dropna=False)[quantiles].sum()
-    return pd.concat([frame[frame["unit"] == "ms"], memory])
+    provider, options = [], {"case": key, "mode": mode}
+    for word in text.split():
+        if word in MODES:
+            options["mode"] = word
+        elif word in METRICS:
+            options["metric"] = word
+        elif word in UNITS:
+            options["unit"] = UNITS[word]
+        elif word == "named":
+            options["named"] = True
+        elif word.startswith("@"):
+            options["case"] = word[1:].replace("*", key)
+        else:
+            provider.append(word.replace("*", key))
+    unit = METRICS[options.get("metric", "graph_time")]
+    return Cell(**{"unit": unit, "provider": " ".join(provider), **options})
 
 
-def plot(frame: pd.DataFrame, directory: Path, sweeps: dict[str, str | None]) -> None:
-    """Draw ``directory/<suite>.png``: time and memory by case and provider, a row per mode.
+def files_of(results: Iterable[str], folder: Path) -> list[Path]:
+    """Files by their names without ``.csv``."""
+    return [folder / f"{name}.csv" for name in results]
 
-    A suite that ``sweeps`` a column gets lines over it, the others bars. Cases whose names differ
-    by more than numbers are sweeps of their own, in rows of their own.
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a file under ``results/``."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    if "case" in rows[0]:
+        return rows
+    return (ways_rows if "way" in rows[0] else figure_rows)(pd.read_csv(path))
+
+
+class Figures:
+    """The figures of some files, as they were written: a figure keeps its number of digits.
+
+    Args:
+        paths: CSV files.
+        ours: the provider that ratios are to.
+        by_suite: whether the name of a case has that of its suite before it, as in
+            ``table1/jagged_softmax-paper``: suites may have a case, and its floor, of one name.
+
+    Raises:
+        ValueError: a figure is there twice, or those of a case are of several kinds of GPU, scores
+            of a model aside.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    for suite, data in with_memory(frame).groupby("suite"):
-        sweep = sweeps[suite]
-        names = data["case"].str.replace(r"-[\d.]+(?=-|$)", "", regex=True)
-        if sweep and names.nunique() > 1:
-            data = data.assign(mode=names + ", " + data["mode"])
-        modes, metrics = data["mode"].unique(), data["metric"].unique()
-        width = 6 if sweep else 3 + 2 * data["case"].nunique()
-        figure, axes = plt.subplots(
-            len(modes),
-            len(metrics),
-            figsize=(len(metrics) * width, 3.2 * len(modes)),
-            squeeze=False,
-            layout="constrained",
-        )
-        colors = _colors(data)
-        style = {"kind": "bar", "width": 0.8, "rot": 0}
-        if sweep:
-            style = {"kind": "line", "marker": ".", "logx": True}
-        for i, mode in enumerate(modes):
-            for j, metric in enumerate(metrics):
-                chosen = data[(data["mode"] == mode) & (data["metric"] == metric)]
-                if chosen.empty:
+
+    def __init__(
+        self, paths: Iterable[Path], ours: str = "ours", *, by_suite: bool = False
+    ) -> None:
+        self.ours = ours
+        self._rows: dict[tuple[str, ...], tuple[Decimal, str]] = {}
+        self._labels: dict[str, dict[str, str]] = {}
+        self._gpus: dict[str, str] = {}
+        self._stamps: dict[str, None] = {}  # in their order
+        for path in paths:
+            for row in rows_of(path):
+                case = f"{row['suite']}/{row['case']}" if by_suite else row["case"]
+                names = ("provider", "mode", "metric", "unit")
+                key = (case, *(row.get(name) or "" for name in names))
+                if key in self._rows:
+                    raise ValueError(f"{path.name} must have each figure once, got {key} twice")
+                self._rows[key] = Decimal(row["median"]), row.get("note") or ""
+                self._labels.setdefault(case, row)
+                if not row["gpu"]:  # the paper's
                     continue
-                table = chosen.pivot_table(
-                    index=sweep or "case",
-                    columns="provider",
-                    values=["median", "p20", "p80"],
-                    sort=bool(sweep),
-                )
-                errors = [table["median"] - table["p20"], table["p80"] - table["median"]]
-                table["median"].plot(
-                    ax=axes[i, j],
-                    yerr=np.stack([e.clip(lower=0).T for e in errors], axis=1),
-                    title=f"{mode}, {metric.replace('_', ' ')}",
-                    xlabel=sweep or "",
-                    ylabel=chosen["unit"].iloc[0],
-                    logy=True,
-                    color=colors,
-                    legend=False,
-                    **style,
-                )
-                if sweep:
-                    axes[i, j].minorticks_off()
-                    axes[i, j].set_xticks(table.index, [f"{value:.4g}" for value in table.index])
-        _finish(figure, colors, f"{suite} on {data['gpu'].iloc[0]}", directory / f"{suite}.png")
+                self._stamps[_stamp(row)] = None
+                if row["unit"] in SCORES:  # which do not depend on how fast a GPU is
+                    continue
+                other = self._gpus.setdefault(case, row["gpu"])
+                if other != row["gpu"]:
+                    raise ValueError(
+                        f"{path.name} must have the figures of {case} from one kind of GPU, got "
+                        f"{other} and {row['gpu']}"
+                    )
+        self._providers = dict.fromkeys(provider for _, provider, *_ in self._rows)
+
+    @property
+    def cases(self) -> list[str]:
+        """All of them, in the order of the files."""
+        return [*self._labels]
+
+    def batch(self, case: str) -> str:
+        """Samples of a step and rank; a dash if they are not known."""
+        batch = self._labels.get(case, {}).get("batch")
+        return f"{int(batch):,}" if batch else "–"
+
+    def gpu(self, case: str) -> str:
+        """What a case was measured on, if not all cases were measured on the same; else nothing."""
+        several = len({*self._gpus.values()}) > 1
+        return self._gpus.get(case, "") if several else ""
+
+    def stamps(self) -> str:
+        """On what and when the figures were measured."""
+        return "; ".join(self._stamps)
+
+    def note(self, cell: Cell) -> str:
+        """What is said of a figure, or why there is none; nothing of most."""
+        of = (cell.case, cell.provider, cell.mode)
+        unit = "ms" if cell.unit == "µs" else cell.unit
+        keys = [*((*of, metric, unit) for metric in (cell.metric, "time")), (*of, "refused", "")]
+        return _in_words(next((self._rows[key][1] for key in keys if key in self._rows), ""))
+
+    def find(self, cell: Cell) -> Decimal | None:
+        """A figure as it was written, or computed from others; ``None`` if it is not known."""
+        if cell.unit == "µs":
+            found = self.find(replace(cell, unit="ms"))
+            return None if found is None else found.scaleb(3)
+        found = self._recorded(cell)
+        if found is None and cell.metric == "graph_time":  # of calls that no graph captures
+            found = self._recorded(replace(cell, metric="time"))
+        return found
+
+    def best(self, cell: Cell) -> str:
+        """The provider of the group ``cell.provider`` whose figure is the least."""
+        members = self._members(cell)
+        return min(members, key=members.__getitem__)
+
+    def _members(self, cell: Cell) -> dict[str, Decimal]:
+        """The figures of a group of providers."""
+        names = [x for x in self._providers if x not in GROUPS and GROUPS[cell.provider](x)]
+        of = {name: self._recorded(replace(cell, provider=name)) for name in names}
+        return {name: figure for name, figure in of.items() if figure is not None}
+
+    def _recorded(self, cell: Cell) -> Decimal | None:
+        """A figure of exactly this metric."""
+        key = (cell.case, cell.provider, cell.mode, cell.metric, cell.unit)
+        if key in self._rows:
+            return self._rows[key][0]
+        if cell.provider in GROUPS and cell.unit != "saved":
+            return min(self._members(cell).values(), default=None)
+        if (cell.metric, cell.unit) == ("memory", "MiB"):
+            parts = [self._recorded(replace(cell, metric=x)) for x in ("operands", "peak_memory")]
+            return None if None in parts else sum(parts)
+        own = replace(cell, unit=METRICS.get(cell.metric, "ms"))
+        if cell.unit == "of floor":
+            floor = replace(cell, provider="floor", metric="time", unit="ms")
+            return _ratio(self._recorded(floor), self._recorded(own))
+        ours = replace(own, provider=self.ours)
+        if cell.unit == "× ours":
+            return _ratio(self._recorded(own), self._recorded(ours))
+        if cell.unit == "saved":
+            left = _ratio(self._recorded(ours), self._recorded(own))
+            return None if left is None else 1 - left
+        return None
 
 
-def plot_roofline(
-    frame: pd.DataFrame, directory: Path, bandwidth: float, peak_flops: float
-) -> None:
-    """Draw ``directory/roofline.png``: FLOP/s over FLOPs per byte, a row of axes per suite.
+def _stamp(row: dict[str, str]) -> str:
+    """What was measured on, its versions, and when."""
+    names = ("torch", "triton", "torchrec", "fbgemm")
+    versions = [f"{name} {row[name]}" for name in names if row.get(name)]
+    return ", ".join([row["gpu"], *versions, row["date"].partition("T")[0]])
 
-    Both count what must be done at least, so that a provider that does more lies lower. The roof is
-    that of the floor: ``bandwidth`` in bytes per second, and ``peak_flops``.
+
+def _in_words(note: str) -> str:
+    """A note without what varies from one to the next: the bytes."""
+    return NO_MEMORY if any(words in note.lower() for words in LACKS_MEMORY) else note
+
+
+def _ratio(above: Decimal | None, below: Decimal | None) -> Decimal | None:
+    """``None`` if one of them is not known."""
+    return None if above is None or below is None else above / below
+
+
+def shown(value: Decimal | None, unit: str) -> str:
+    """A figure of three digits, a score of four decimals, or fewer where no more were written; a
+    dash for none.
     """
-    timed = frame[(frame["unit"] == "ms") & (frame["provider"] != "floor")]
-    if timed.empty:
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    suites, modes = timed["suite"].unique(), timed["mode"].unique()
-    figure, axes = plt.subplots(
-        len(suites),
-        len(modes),
-        figsize=(4.5 * len(modes), 3.2 * len(suites)),
-        squeeze=False,
-        sharex=True,
-        sharey=True,
-        layout="constrained",
-    )
-    intensity = timed["flops"] / timed["bytes"]
-    x = np.geomspace(intensity.min() / 2, intensity.max() * 2, 100)
-    colors = _colors(timed)
-    for i, suite in enumerate(suites):
-        for j, mode in enumerate(modes):
-            axes[i, j].loglog(x, np.minimum(x * bandwidth, peak_flops) / 1e12, color="black")
-            axes[i, j].set(title=f"{suite}, {mode}", xlabel="FLOPs per byte", ylabel="TFLOP/s")
-            chosen = timed[(timed["suite"] == suite) & (timed["mode"] == mode)]
-            best = chosen.groupby(["provider", "case"], sort=False).min(numeric_only=True)
-            for provider, points in best.groupby("provider"):
-                flops_per_s = points["flops"] / (points["median"] / 1e3)
-                axes[i, j].scatter(
-                    points["flops"] / points["bytes"],
-                    flops_per_s / 1e12,
-                    color=colors[provider],
-                    s=12,
-                )
-    _finish(figure, colors, f"roofline of {timed['gpu'].iloc[0]}", directory / "roofline.png")
-
-
-def _colors(data: pd.DataFrame) -> dict[str, tuple]:
-    providers = data["provider"].unique()
-    colors = plt.get_cmap("tab10").colors + plt.get_cmap("Dark2").colors
-    if len(providers) > len(colors):
-        colors = plt.get_cmap("turbo")(np.linspace(0, 1, len(providers)))
-    return dict(zip(providers, colors, strict=False))
-
-
-def _finish(figure: Figure, colors: dict[str, str], title: str, path: Path) -> None:
-    handles = [Patch(color=color, label=provider) for provider, color in colors.items()]
-    figure.legend(handles=handles, loc="outside right upper")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    if value is None:
+        return "–"
+    percent = unit in ("of floor", "saved")
+    value = value.scaleb(2) if percent else value
+    decimals = 0 if percent else max(0, 2 - value.adjusted())
+    if unit in SCORES:
+        decimals = 4
+    if -value.as_tuple().exponent > decimals:
+        value = round(value, decimals)
+    return f"{value:,f} %" if percent else f"{value:,f}"

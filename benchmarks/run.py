@@ -1,7 +1,7 @@
 """Check and time the package's functions against their peers.
 
     python benchmarks/run.py --list                    # suites; --list SUITE for its cases
-    python benchmarks/run.py target_attention --cases 'rank-1k*' --graph --csv out.csv --plot out
+    python benchmarks/run.py target_attention --cases 'rank-1k*' --graph --csv out.csv
     python benchmarks/run.py serving --cases 'u15-*'
     python benchmarks/run.py --device cpu              # the small cases
     python benchmarks/run.py --device cpu --quick      # every case, made tiny
@@ -25,7 +25,6 @@ import importlib
 import itertools
 import pkgutil
 import sys
-import tempfile
 import timeit
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -44,7 +43,6 @@ from torch.utils.benchmark import Timer
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
 
 import suites
-from figures import make_table, plot, plot_roofline
 from stamps import stamp
 from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 
@@ -348,6 +346,46 @@ def run_case(
     return reasons
 
 
+def make_table(rows: list[dict]) -> Table:
+    """One line per mode and provider of a case: figures, ratio to the best peer, part of the floor.
+
+    A ratio over 1 is faster than the best peer; the best peer's own is 1.
+    """
+    figures = {(r["mode"], r["provider"], r["metric"]): r["median"] for r in rows}
+    heads = {
+        "time": ("eager ms", "× peer", "of floor"),
+        "graph_time": ("graph ms", "× peer", "of floor"),
+        "kernel_time": ("kernels ms", "× peer", "of floor"),
+        "host_time": ("host ms", "× peer"),  # the floor is the GPU's
+        "host_time_one_thread": ("one thread ms", "× peer"),
+    }
+    metrics = [m for m in heads if any(metric == m for _, _, metric in figures)]
+    table = Table("mode", "provider", box=None, pad_edge=False)
+    for column in [head for m in metrics for head in heads[m]] + ["MiB"]:
+        table.add_column(column, justify="right")
+    modes = list(dict.fromkeys(r["mode"] for r in rows))
+    lines = dict.fromkeys((r["mode"], r["provider"]) for r in rows)
+    for mode, provider in sorted(lines, key=lambda line: modes.index(line[0])):
+        cells = []
+        for metric in metrics:
+            peers = [
+                its
+                for (its_mode, name, its_metric), its in figures.items()
+                if (its_mode, its_metric) == (mode, metric)
+                and not name.startswith(("ours", "floor"))
+            ]
+            figure = figures.get((mode, provider, metric))
+            own = ["–"] * len(heads[metric])
+            if figure is not None:
+                ratio = f"{min(peers) / figure:.2f}" if peers and provider != "floor" else "–"
+                of_floor = f"{figures[mode, 'floor', 'time'] / figure:.0%}"
+                own = [f"{figure:.4g}", ratio, of_floor][: len(own)]
+            cells += own
+        memory = figures.get((mode, provider, "peak_memory"))
+        table.add_row(mode, provider, *cells, "–" if memory is None else f"{memory:.0f}")
+    return table
+
+
 def select(what: str, patterns: list[str], names: Iterable[str]) -> list[str]:
     """The ``names`` that match any of ``patterns``; each pattern must match one."""
     names = list(dict.fromkeys(names))
@@ -417,18 +455,14 @@ def print_names(suite: Suite, console: Console) -> None:
 
 
 def check_writable(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Make the places for what is written, or refuse them before anything is timed."""
-    try:
-        what, path = "--csv must be a file", args.csv
-        if args.csv:
+    """Make the place of the CSV, or refuse it before anything is timed."""
+    if args.csv:
+        try:
             args.csv.parent.mkdir(parents=True, exist_ok=True)
             args.csv.open("a").close()
-        what, path = "--plot must be a folder", args.plot
-        if args.plot:
-            args.plot.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=args.plot).close()
-    except OSError as error:
-        parser.error(f"{what} that can be written, got {str(path)!r}: {error.strerror}")
+        except OSError as error:
+            reason = f"{str(args.csv)!r}: {error.strerror}"
+            parser.error(f"--csv must be a file that can be written, got {reason}")
 
 
 def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace:
@@ -449,7 +483,6 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     add("--kernels", action="store_true", help="time kernels without the gaps, too")
     add("--host", action="store_true", help="time the host without the GPU, too")
     add("--csv", type=Path, metavar="FILE", help="write the figures of each case here")
-    add("--plot", type=Path, metavar="DIR", help="draw a picture of each suite, and a roofline")
     add("--tf32", action="store_true", help="products of fp32 may be rounded to TF32")
     add("--one-thread", action="store_true", help="autograd runs backward in the caller's thread")
     add("--list", action="store_true", help="print the suites, or all names of those given")
@@ -557,12 +590,6 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                     console.print(suite.summary(pd.DataFrame(of_suite)))
     finally:  # what was measured is kept, also after Ctrl-C
         write()
-        if args.plot and rows:
-            frame = pd.DataFrame(rows).assign(**measured)
-            sweeps = {suite.name: suite.sweep for suite in known.values()}
-            plot(frame, args.plot, sweeps)
-            peak_flops = PEAK_FLOPS if args.device == "cuda" else np.inf
-            plot_roofline(frame, args.plot, bandwidth, peak_flops)
     return int(ours_failed)
 
 

@@ -8,7 +8,10 @@ import pytest
 import torchrec_jagged_attn
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FOLDERS = ("torchrec_jagged_attn", "tests", "benchmarks", "examples", "docs", "requirements")
 FILES = [
     str(path.relative_to(ROOT))

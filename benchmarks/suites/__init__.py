@@ -106,7 +106,6 @@ class Suite:
             peers.
         modes: what is timed. Without a backward, gradients are neither computed nor checked.
         default: cases that run when none is named; all by default.
-        sweep: the figures' column that the cases go through, if they are one shape but for that.
         summary: what to print in the end, from all figures of the suite.
     """
 
@@ -119,5 +118,4 @@ class Suite:
     providers: dict[str, Callable[[Inputs], Callable[[], Tensor] | Relaid]]
     modes: tuple[str, ...] = MODES
     default: tuple[str, ...] = ()
-    sweep: str | None = None
     summary: Callable[[pd.DataFrame], RenderableType] | None = None

@@ -85,6 +85,5 @@ SUITE = replace(
         "full-flash": dense_flash_full,
     },
     modes=("forward", "both"),
-    sweep="L",
     summary=summary,
 )

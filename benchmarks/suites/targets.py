@@ -63,5 +63,4 @@ SUITE = replace(
             base.over_keys, expanded_flash_attention_3
         ),
     },
-    sweep="T",
 )

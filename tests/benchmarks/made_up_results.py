@@ -50,20 +50,6 @@ def write_steps(folder: Path) -> None:
     add(folder / "end_to_end_gpus.csv", [*step_rows(1000, 1), *step_rows(1000, 2)])
 
 
-def write_searches(folder: Path) -> None:
-    """A file of ``end_to_end_memory.py``."""
-    label = {**STAMP, "suite": "end_to_end_memory", "case": "mean-1000", "mode": "step"}
-    add(
-        folder / "end_to_end_memory.csv",
-        [
-            {**label, "provider": name, "metric": metric, "unit": unit, "median": 1000 * (i + 1),
-             "note": f"{1100 * (i + 1)}: {NO_MEMORY}"}
-            for i, name in enumerate(("padded", "linear-varlen", "ours"))
-            for metric, unit in (("longest_history", "rows"), ("largest_batch", "samples"))
-        ],
-    )  # fmt: skip
-
-
 def write_curves(folder: Path) -> None:
     """A file of ``end_to_end_quality.py``."""
     label = {**STAMP, "suite": "end_to_end_quality", "mode": "test"}
@@ -124,5 +110,5 @@ def write_ways(folder: Path) -> None:
 
 def write_all(folder: Path) -> None:
     """Each of them."""
-    for write in (write_steps, write_searches, write_curves, write_trainings, write_ways):
+    for write in (write_steps, write_curves, write_trainings, write_ways):
         write(folder)

@@ -17,14 +17,11 @@ import torch.multiprocessing as mp
 pytest.importorskip("torchrec")
 
 import end_to_end
-import end_to_end_memory
-import end_to_end_models
 import end_to_end_peers
 import end_to_end_quality
 import end_to_end_results
 from end_to_end import QUICK, Training, main
 from end_to_end_cases import SHARDINGS
-from end_to_end_memory import largest
 from end_to_end_models import CLIP, Sizes, make_batches, make_lengths, newest_events, process_group
 from end_to_end_peers import PROVIDERS
 from end_to_end_trace import SentBytes, Trace
@@ -451,86 +448,6 @@ def test_curves_that_stand_are_not_trained_again(few_events, tmp_path, capsys):
     assert {*frames[1]["case"]} == {f"planted-{x}" for x in ("0.2", "0.5", "0.8", "1.0")}
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 7, 1000, 1499, 40000])
-def test_the_largest_size_that_fits_is_found(capacity: int):
-    tried = []
-
-    def fits(size: int) -> bool:
-        tried.append(size)
-        return size <= capacity
-
-    best = largest(fits, 1000)
-    assert best <= capacity
-    assert capacity < max(best + 1, end_to_end_memory.CLOSE * best)
-    assert len(tried) == len(set(tried)) <= 20
-
-
-FIRST = dataclasses.replace(QUICK, mean=100, batch=256)
-
-
-def try_size(name: str, sizes: Sizes, device: torch.device) -> str:
-    return "out of memory" if sizes.mean * sizes.batch > 100_000 else ""
-
-
-def test_a_search_writes_what_it_found_and_why_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(end_to_end_memory, "try_size", try_size)
-    monkeypatch.setattr(end_to_end_memory, "clear_memory", lambda: None)
-    csv = tmp_path / "memory.csv"
-    with process_group() as device:
-        for field in ("mean", "batch"):
-            end_to_end_memory.search(csv, "ours", FIRST, field, device)
-    frame = pd.read_csv(csv).set_index("metric")
-    for metric, most, factor in (
-        ("longest_history", 100_000 / 256, CLIP), ("largest_batch", 1000, 1)
-    ):  # fmt: skip
-        found = frame.loc[metric]
-        assert most / 1.1 < found["median"] / factor <= most
-        beyond, _, reason = found["note"].partition(": ")
-        assert most < int(beyond) / factor <= 1.1 * found["median"] / factor
-        assert reason == "out of memory"
-
-
-def test_a_search_ends_with_the_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(end_to_end_memory, "try_size", try_size)
-    real, tries = end_to_end_memory.clear_memory, []
-
-    def lost():
-        tries.append(1)
-        if len(tries) == 3:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        real()
-
-    monkeypatch.setattr(end_to_end_memory, "clear_memory", lost)
-    csv = tmp_path / "memory.csv"
-    with process_group() as device, pytest.raises(RuntimeError, match="illegal"):
-        end_to_end_memory.search(csv, "ours", FIRST, "mean", device)
-    found = pd.read_csv(csv).set_index("metric").loc["longest_history"]
-    assert (found["median"], found["note"]) == (
-        200 * CLIP,
-        f"{400 * CLIP}: out of memory; not bisected",
-    )
-
-
-def test_a_search_that_ends_before_anything_fits_writes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(end_to_end_memory, "try_size", lambda *_: "out of memory")
-
-    def lost():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(end_to_end_memory, "clear_memory", lost)
-    csv = tmp_path / "memory.csv"
-    with process_group() as device, pytest.raises(RuntimeError, match="illegal"):
-        end_to_end_memory.search(csv, "ours", FIRST, "mean", device)
-    assert not csv.exists()
-
-
-def test_a_size_that_cannot_be_trained_has_a_reason(monkeypatch):
-    with process_group() as device:
-        assert end_to_end_memory.try_size("ours", QUICK, device) == ""
-        reason = end_to_end_memory.try_size("ours", dataclasses.replace(QUICK, width=3), device)
-        assert reason.startswith("ValueError: ")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -567,12 +484,3 @@ def test_a_gpu_s_figures(tmp_path):
     kernels = of[[f"kernel_{i}" for i in range(1, 11)]].to_numpy()
     assert (kernels[:, :-1] >= kernels[:, 1:]).all()
     assert frame.loc[frame["metric"].str.startswith("kernel_"), "note"].notna().all()
-
-
-def test_a_trial_of_memory_draws_one_batch(monkeypatch):
-    """The host draws it, whose ids are many where histories are long."""
-    drawn, draw = [], end_to_end_models._draw
-    monkeypatch.setattr(end_to_end_models, "_draw", lambda *args: drawn.append(args) or draw(*args))
-    with process_group() as device:
-        assert end_to_end_memory.try_size("ours", dataclasses.replace(QUICK, mean=6), device) == ""
-    assert len(drawn) == 1

@@ -1,6 +1,8 @@
-"""The plots of the docs are what the figures under ``benchmarks/results`` say."""
+"""The tables of the documents are what the figures under ``benchmarks/results`` say."""
 
-import xml.etree.ElementTree as ElementTree
+import re
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -10,207 +12,234 @@ pytest.importorskip("rich")
 
 pytest.importorskip("torchrec")
 
-import model_specs
+import event_selection
+import plots
 import report
 import run
-import tables
-from end_to_end_cases import step_case
-from end_to_end_results import add
+import specs
+from end_to_end_peers import PROVIDERS
+from figures import RESULTS, Figures, files_of, parsed
+from quality_models import POOLINGS
+from specs import TABLES, Table
 
 from tests.benchmarks import made_up_results
+from tests.benchmarks.test_figures import write
+from torchrec_jagged_attn import paths
+from torchrec_jagged_attn.ops import multi_head_target_attention
+from torchrec_jagged_attn.paths import Condition
 
-OF_MODELS = {"end_to_end", "end_to_end_gpus", "end_to_end_memory", "end_to_end_quality", "quality"}
-"""Files that :mod:`made_up_results` writes."""
+CROSSOVER = "<!-- table: crossover -->\n"
 
 
-def plot_of(draw) -> report.Plot:
-    return next(plot for plot in report.PLOTS if plot.draw is draw)
+def test_nothing_is_stale():
+    assert report.main(["--check"]) == 0
+
+
+def test_every_table_and_plot_has_its_place():
+    text = "".join(path.read_text() for path in report.DOCUMENTS)
+    for kind, names in (
+        ("table", {*TABLES, "absorbed_or_explicit"}),
+        ("plot", {plots.name_of(plot) for plot in plots.PLOTS}),
+    ):
+        found = [match["name"] for match in report.places(kind).finditer(text)]
+        assert names <= {*found}
+        assert text.count(f"<!-- {kind}: ") == len(found)
+
+
+def test_a_stale_table_is_found_and_made_anew(tmp_path, capsys):
+    document = tmp_path / "guide.md"
+    document.write_text(f"before\n{CROSSOVER}| old |\n<!-- end of table -->\nafter\n")
+    assert report.main(["--check"], [document]) == 1
+    assert capsys.readouterr().out.startswith("guide.md: stale")
+    assert "| old |" in document.read_text()
+    assert report.main([], [document]) == 0
+    text = document.read_text()
+    assert "| old |" not in text
+    assert text.startswith(f"before\n{CROSSOVER}| targets | bf16, absorbed |")
+    assert text.endswith("<!-- end of table -->\nafter\n")
+    assert report.main(["--check"], [document]) == 0
+
+
+def test_the_place_of_a_table_without_its_file_says_so(tmp_path, monkeypatch):
+    document = tmp_path / "guide.md"
+    document.write_text(f"{CROSSOVER}| old |\n<!-- end of table -->\n")
+    monkeypatch.setitem(TABLES, "crossover", replace(TABLES["crossover"], results=("absent",)))
+    assert report.main([], [document]) == 0
+    assert document.read_text() == f"{CROSSOVER}Not measured yet.\n<!-- end of table -->\n"
+    assert report.main(["--check"], [document]) == 0
+
+
+@pytest.mark.parametrize(
+    ("table", "suite", "left_out"),
+    [
+        ("requests", "targets", "targets-*"),
+        ("ikbo", "ikbo", ""),
+        ("target_attention_rows", "target_attention_rows", ""),
+        ("semantic_ids", "semantic_ids", ""),
+        ("target_attention_scores", "target_attention_scores", ""),
+        ("select_events", "select_events", ""),
+        ("serving", "serving", "*"),
+    ],
+)
+def test_rows_and_columns_are_cases_and_providers(table, suite, left_out):
+    """Also of a table whose figures are not there yet; it does not show cases ``left_out``."""
+    suite = run.load_suites()[suite]
+    large = {name for name, case in suite.cases.items() if case.large}
+    table = TABLES[table]
+    cells = [
+        parsed(words, row, table.mode)
+        for row in table.rows.values()
+        for _, template in report.columns_of(table)
+        for words in re.findall(r"\{([^}]*)\}", template)
+    ]
+    cases = {cell.case for cell in cells}
+    assert cases <= large
+    assert all(fnmatch(name, left_out) for name in large - cases)
+    assert {cell.provider for cell in cells} <= {*suite.providers, "floor"}
+    assert {cell.mode for cell in cells} <= {*suite.modes, "both"}
+
+
+def test_every_file_has_a_table():
+    used = {name for table in TABLES.values() for name in table.results}
+    assert used >= {path.stem for path in RESULTS.glob("*.csv")}
+
+
+def test_notes_and_the_place_of_a_run_stand_below(tmp_path):
+    write(tmp_path / "run.csv", ("ours", "time", "2", "ms", "of old kernels"))
+    table = Table(("run",), "case", {"first": "c"}, "ours, ms = {ours time}")
+    assert report.figures_table(table, tmp_path).splitlines() == [
+        "| case | ours, ms |",
+        "|---|---|",
+        "| first | 2 ¹ |",
+        "",
+        "¹ of old kernels.",
+        "",
+        "From `run.csv`: a GPU, torch 2, 2026-11-22.",
+    ]
 
 
 @pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with small files of the benchmarks of whole models, from which plots are drawn."""
+def results(tmp_path: Path) -> Path:
+    """A folder with a small file of each benchmark of whole models."""
     made_up_results.write_all(tmp_path)
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("plot", report.PLOTS, ids=report.name_of)
-def test_axes_and_stamp(plot, request):
-    if OF_MODELS & {*plot.results}:
-        request.getfixturevalue("results")
-    figure = report.drawn(plot)
-    for ax in figure.axes:
-        left_out = ax.get_yaxis().get_label_text() == "" and ax is not figure.axes[0]
-        shared = left_out and ax.get_shared_y_axes().joined(ax, figure.axes[0])
-        labels = ax.get_xlabel() + ax.get_ylabel()
-        assert labels or shared
-        assert ax.lines or ax.patches
-    stamp = figure.get_supxlabel().replace("\n", " ")
-    assert stamp == report.figures_of(plot).stamps()
-    assert "torch 2." in stamp
-    assert "2026-" in stamp
+def cells_of(lines: str) -> dict[str, list[str]]:
+    """The rows of a table, its head among them, by their first cell."""
+    rows = [line.strip("| ").split(" | ") for line in lines.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in rows}
 
 
-def test_a_height_is_the_figure_of_the_csv():
-    (ax,) = report.drawn(plot_of(report.table1)).axes
-    ours, papers = ax.containers
-    of_padded = tables.Figures([tables.RESULTS / "table1.csv"], "ours").find(
-        "jagged_softmax-paper", report.Cell("padded", "forward", unit="× ours")
-    )
-    assert ours[2].get_height() == float(of_padded)
-    assert papers[2].get_height() == 1.38  # of the paper's Table 1
+def test_words_for_all_that_is_measured():
+    assert {*specs.STEP_PROVIDERS} == {*PROVIDERS}
+    assert {*specs.POOLINGS} == {*POOLINGS}
 
 
-def test_a_missing_figure_leaves_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    rows = (tables.RESULTS / "table1.csv").read_text().splitlines()
-    kept = [row for row in rows if not row.startswith("table1,jagged_softmax-paper,padded,forward")]
-    assert len(kept) < len(rows)
-    (tmp_path / "table1.csv").write_text("\n".join(kept))
-    (tmp_path / "paper.csv").write_text((tables.RESULTS / "paper.csv").read_text())
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    heights = [
-        bar.get_height() for bar in report.drawn(plot_of(report.table1)).axes[0].containers[0]
+def test_steps_by_mean_length(results):
+    rows = cells_of(report.figures_table(TABLES["end_to_end"], results))
+    assert rows["pooling"] == [f"{n} events, 8,192 samples" for n in ("200", "1,000", "4,000")]
+    assert rows["sum pooling"] == ["10 (6), 20,480"] * 3
+    assert rows["linear + padded SDPA"] == ["9.5 (5.7), 19,456"] * 2 + ["– ¹"]
+    assert len(rows) == 1 + len(PROVIDERS)
+
+
+def test_several_gpus_and_what_was_not_measured(results):
+    lines = report.figures_table(TABLES["end_to_end_gpus"], results).splitlines()
+    heads, _, one, two = ([*map(str.strip, line.split("|")[1:-1])] for line in lines[:4])
+    assert one[:3] == ["1,000", "1", "whole"]
+    assert two[:3] == ["1,000", "2", "row-wise"]
+    assert two[heads.index("sum pooling")] == "10 (6), 1,638,400"
+    assert len(heads) == 3 + len(PROVIDERS)
+    assert report.figures_table(TABLES["end_to_end_sent"], results) == ""
+    assert report.figures_table(TABLES["end_to_end_requests"], results) == ""
+
+
+def test_curves_end_in_a_table(results):
+    rows = cells_of(report.figures_table(TABLES["end_to_end_quality"], results))
+    assert rows["pooling"] == ["synthetic: AUC", "synthetic: NE"]
+    assert rows["ours"] == ["0.8002", "0.9002"]
+
+
+def test_the_best_of_each_pooling_and_its_difference_to_recency(results):
+    rows = cells_of(report.figures_table(TABLES["quality"], results))
+    heads = ("AUC", "less recency's")
+    logs = ("MovieLens-1M", "synthetic")
+    assert rows["pooling"] == [f"{log}: {head}" for log in logs for head in heads]
+    # Of the same seeds; the other has one seed.
+    mean = ["0.7005 ± 0.0005", "-0.0095 ± 0.0005", "0.7000", "-0.0100"]
+    assert rows["mean"] == mean
+    assert rows["mean weighted by recency"][:2] == ["0.7100 ± 0.0000", "0.0000 ± 0.0000"]
+    assert len(rows) == 1 + len(POOLINGS)
+
+
+def test_ways_and_their_budgets(results):
+    rows = cells_of(report.figures_table(TABLES["event_selection"], results))
+    heads = ("NE", "AUC", "training, samples/s")
+    assert rows["events"] == ["budget", *(f"made up: {head}" for head in heads)]
+    assert rows["all"] == ["1", "0.6 ± 0", "0.9", "100 (1 ×)"]
+    assert rows["by relevance"] == ["½", "0.5 ± 0", "0.9", "200 (2 ×)"]
+    rows = cells_of(report.figures_table(TABLES["semantic_ids_ranking"], results))
+    assert rows["the same, tables trained"] == ["8", "541", "0.8505 ± 0.0005", "0.8 ± 0"]
+
+
+def test_words_for_all_ways():
+    assert {*specs.EVENTS} == {"all", "boosted", *event_selection.WAYS}
+
+
+def test_a_part_of_the_figures_makes_a_part_of_the_table(results):
+    path = results / "end_to_end.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:1] + [x for x in lines if ",mean-200,padded," in x]))
+    rows = cells_of(report.figures_table(TABLES["end_to_end"], results))
+    assert [*rows] == ["pooling", "linear + padded SDPA"]
+    assert {len(row) for row in rows.values()} == {1}
+
+
+@pytest.mark.parametrize("name", ["quality", "end_to_end_quality"])
+def test_all_histories_have_words(name):
+    cases = Figures(files_of([name], RESULTS)).cases
+    if name != "quality":  # of an epoch
+        cases = [case.rpartition("-")[0] for case in cases]
+    assert {*cases} <= {*specs.LOGS}
+
+
+def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
+    a, b, c = (Condition(text, bool) for text in "abc")
+    narrow = paths.Path("narrow", (a, b), lambda device: False, device="a Hopper GPU")
+    wide = paths.Path("wide", (b, c), samples="short ones")
+    general = paths.Path("general")
+    monkeypatch.setattr(paths, "PATHS", (narrow, wide, general), raising=False)
+    assert report.paths_table("paths").splitlines()[2:] == [
+        "| `narrow` | a Hopper GPU | a |",
+        "| `wide` | any | short ones; c |",
+        "| `general` | any | all else |",
+        "",
+        "All but `general` ask for these, too: b.",
     ]
-    assert heights[2] != heights[2]
-    assert heights[1] > 0
+    monkeypatch.setattr(paths, "PATHS", {"op": (narrow, general)})
+    assert report.paths_table("paths").splitlines() == [
+        "| op | path | GPU | takes |",
+        "|---|---|---|---|",
+        "| `op` | `narrow` | a Hopper GPU | a; b |",
+        "| `op` | `general` | any | all else |",
+    ]
 
 
-def test_the_roofline_has_the_kernels_whose_files_are_there(tmp_path, monkeypatch):
-    def labels() -> list[str]:
-        (ax,) = report.drawn(plot_of(report.roofline)).axes
-        return [label.get_text() for label in ax.get_yticklabels()]
-
-    columns = "suite,case,provider,mode,metric,median,unit,gpu,torch,date"
-    for suite, case, provider in (
-        ("semantic_ids", "rank-1k", "ours-codes"),
-        ("target_attention_scores", "rank-1k-silu", "ours"),
-    ):
-        rows = [f"{suite},{case},{name},forward,time,{ms},ms,a GPU,2.13.0,2026-11-25"
-                for name, ms in (("floor", 1), (provider, 4))]  # fmt: skip
-        (tmp_path / f"{suite}.csv").write_text("\n".join([columns, *rows]))
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert labels() == ["target attention, SiLU", "target attention, rows of digits"]
-    (ax,) = report.drawn(plot_of(report.roofline)).axes
-    assert [bar.get_width() for bar in ax.containers[0]] == [25, 25]
-    (tmp_path / "target_attention_scores.csv").unlink()
-    assert labels() == ["target attention, rows of digits"]
-    (tmp_path / "semantic_ids.csv").unlink()
-    assert plot_of(report.roofline).files == []
+def test_the_table_of_absorbed_or_explicit_follows_the_rule(monkeypatch):
+    rows = cells_of(report.crossover_table())
+    assert rows["GPU, bf16 and fp16"] == ["128", "3.5", "40, 19, 9", "27, 13, 6"]
+    of_absorbed = multi_head_target_attention.FLOPS_OF_ABSORBED
+    monkeypatch.setitem(of_absorbed, ("cuda", 2), 2 * of_absorbed["cuda", 2])
+    changed = cells_of(report.crossover_table())
+    # By hand: T > (16·D·E + f·(D + 16·E)) / (18·(a·H·D − E)), with f = 128 and a = 7.
+    assert changed.pop("GPU, bf16 and fp16")[:3] == ["128", "7.0", "19, 9, 5"]
+    assert changed == {name: rows[name] for name in changed}
 
 
-def test_the_roofline_asks_for_cases_that_suites_have():
-    suites = run.load_suites()
-    for suite, case, provider in report.ROOFLINE.values():
-        assert case in suites[suite].cases
-        assert provider in suites[suite].providers
-
-
-def test_stale_plots_are_named(tmp_path: Path, capsys: pytest.CaptureFixture):
-    assert report.main([], tmp_path, []) == 0
-    assert report.main(["--check"], tmp_path, []) == 0
-    for path in sorted(tmp_path.iterdir()):
-        svg = path.read_text()
-        assert ElementTree.fromstring(svg).tag.endswith("svg")
-        assert report.INK not in svg
-        assert "prefers-color-scheme: dark" in svg
-    path = tmp_path / "table1.svg"
-    digest = report.digest(plot_of(report.table1))
-    path.write_text(path.read_text().replace(digest, "of other figures"))
-    capsys.readouterr()
-    assert report.main(["--check"], tmp_path, []) == 1
-    assert capsys.readouterr().out.startswith("table1.svg: stale")
-    assert report.main([], tmp_path, []) == 0
-    assert report.main(["--check"], tmp_path, []) == 0
-
-
-def test_speed_is_to_that_of_sum_pooling_and_a_gap_says_why(results):
-    (ax,) = report.drawn(plot_of(report.end_to_end)).axes
-    of = {bars.get_label(): [bar.get_height() for bar in bars] for bars in ax.containers}
-    assert of["ours"] == pytest.approx([10 / 7.5] * 3, rel=1e-3)
-    padded = of["linear + padded SDPA"]
-    assert padded[:2] == pytest.approx([10 / 9.5] * 2, rel=1e-3)
-    assert padded[2] != padded[2]
-    texts = [text.get_text().strip() for text in ax.texts]
-    assert texts.count("out of memory") == 2
-
-
-def test_an_error_is_drawn_as_a_word(results):
-    csv = results / "end_to_end.csv"
-    error = "AcceleratorError: CUDA error: an illegal memory access was encountered"
-    csv.write_text(csv.read_text().replace(made_up_results.NO_MEMORY, error))
-    (ax,) = report.drawn(plot_of(report.end_to_end)).axes
-    texts = [text.get_text().strip() for text in ax.texts]
-    assert texts.count("fails") == 2
-    assert error not in texts
-
-
-def test_speed_by_number_of_gpus_is_of_the_faster_sharding(results):
-    csv = results / "end_to_end_gpus.csv"
-    rows = [*made_up_results.step_rows(1000, 2)]
-    for row in rows:
-        row["case"] = step_case(1000, 2, "table_wise")
-        row["median"] *= 1 + (row["provider"] == "sum")
-    add(csv, rows)
-    (ax,) = report.drawn(plot_of(report.end_to_end_gpus)).axes
-    lines = {line.get_label(): line for line in ax.lines}
-    assert [*lines] == ["sum pooling", "linear + FlashAttention-2", "ours"]
-    assert lines["ours"].get_xdata().tolist() == [1, 2]
-    of_one = made_up_results.BATCH / 7.5
-    assert lines["ours"].get_ydata().tolist() == pytest.approx([of_one, 2 * of_one], rel=1e-3)
-    of_one = made_up_results.BATCH / 10
-    assert lines["sum pooling"].get_ydata() == pytest.approx([of_one, 4 * of_one], rel=1e-3)
-
-
-def test_memory_in_gib(results):
-    (ax,) = report.drawn(plot_of(report.end_to_end_memory)).axes
-    assert [bar.get_height() for bar in ax.containers[0]] == [20, 20, 20]
-
-
-def test_what_fits_is_drawn_for_those_searched(results):
-    longest, _ = report.drawn(plot_of(report.end_to_end_largest)).axes
-    names = [label.get_text() for label in longest.get_yticklabels()]
-    widths = [bar.get_width() for bar in longest.containers[0]]
-    assert names == ["linear + padded SDPA", "linear + FlashAttention-2", "ours"]
-    assert widths == [1000, 2000, 3000]
-
-
-def test_curves_and_how_far_they_are_apart(results):
-    auc, apart, *_ = report.drawn(plot_of(report.end_to_end_quality)).axes
-    assert auc.lines[0].get_xdata().tolist() == [0.5, 1]
-    assert auc.lines[0].get_ydata().tolist() == [0.4, 0.8]
-    assert apart.lines[2].get_ydata() == pytest.approx([2e-4, 2e-4])
-
-
-def test_auc_less_that_of_recency_has_its_standard_error(results):
-    ax, _ = report.drawn(plot_of(report.quality)).axes
-    points, _, (errors,) = ax.containers[0]
-    assert points.get_xdata()[:2].tolist() == [-0.0095, 0]
-    assert errors.get_segments()[0][:, 0] == pytest.approx([-0.01, -0.009])
-    assert len(points.get_xdata()) == len(model_specs.POOLINGS)
-
-
-def test_a_plot_stands_where_a_document_asks_once_its_figures_are_there(
-    results, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(report, "PLOTS", [plot_of(report.end_to_end)])
-    page, plots = tmp_path / "docs" / "page.md", tmp_path / "plots"
-    page.parent.mkdir()
-    page.write_text("<!-- plot: end_to_end -->\n<!-- end of plot -->\n")
-    assert report.main(["--check"], plots, [page]) == 1
-    assert capsys.readouterr().out.startswith("end_to_end.svg: stale")
-    assert report.main([], plots, [page]) == 0
-    shown = "![Training speed of a whole model](../plots/end_to_end.svg)\n"
-    assert page.read_text() == f"<!-- plot: end_to_end -->\n{shown}<!-- end of plot -->\n"
-    assert report.main(["--check"], plots, [page]) == 0
-    (results / "end_to_end.csv").unlink()
-    assert report.main(["--check"], plots, [page]) == 1
-    assert report.main([], plots, [page]) == 0
-    assert page.read_text() == "<!-- plot: end_to_end -->\n<!-- end of plot -->\n"
-
-
-def test_every_plot_has_its_place():
-    text = "".join(path.read_text() for path in tables.DOCUMENTS)
-    found = [match["name"] for match in tables.places("plot").finditer(text)]
-    assert {*found} == {report.name_of(plot) for plot in report.PLOTS}
-    assert text.count("<!-- plot: ") == len(found)
+def test_every_family_has_a_table_of_its_paths():
+    kernels = report.ROOT / report.PACKAGE / "kernels"
+    families = {path.parent.name for path in kernels.glob("*/plan.py")}
+    text = "".join(path.read_text() for path in report.DOCUMENTS)
+    assert len(families) == 3
+    assert all(f"<!-- table: kernels.{family}.plan -->" in text for family in families)

@@ -1,0 +1,510 @@
+"""What the tables of the documents show, for ``report.py``.
+
+A column is a line ``head = template``. A template names figures in braces: a provider and, in any
+order, a mode, a metric and a unit (:func:`figures.parsed`), as in ``{ours forward µs} µs``. A ``*``
+stands for what the row says, and ``@`` begins the case where it is not what the row says.
+``{ours forward/both}`` is ``{ours forward} / {ours both}``. The head may have ``{batch}``, the
+samples of a step of its case, and ``{gpu}``, what that was measured on, where other cases were
+measured on something else.
+"""
+
+from dataclasses import dataclass, field
+
+from end_to_end_cases import GPUS, SHARDINGS, step_case
+from suites._cases import TRAINING_CASES
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Args:
+        results: the files that it is made from, without ``.csv``.
+        heads: of the columns that label a row, ``|`` between them.
+        rows: from a label to the case, or to what stands in place of ``*``.
+        columns: a line for each; see above.
+        ours: the provider that ratios are to.
+        mode: of figures that name none.
+        names: of providers, in words.
+    """
+
+    results: tuple[str, ...]
+    heads: str
+    rows: dict[str, str]
+    columns: str
+    ours: str = "ours"
+    mode: str = "both"
+    names: dict[str, str] = field(default_factory=dict)
+
+
+STEP_PROVIDERS = {
+    "sum": "sum pooling",
+    "padded": "linear + padded SDPA",
+    "padded-din": "padded activation unit",
+    "fbgemm-sll": "linear + FBGEMM, SLL",
+    "linear-varlen": "linear + FlashAttention-2",
+    "ours": "ours",
+    "ours-value-projection": "ours, values projected",
+    "ours-as-peers": "ours, the function of peers",
+    "ours-rows-travel": "ours, rows travel",
+    "ours-single-lookup": "ours, one lookup",
+    "ours-index-dedup": "ours, one lookup of unique ids",
+    "ours-newer-half": "ours, the newer half of histories",
+    "ours-by-request": "ours, by request, one lookup",
+}
+"""Those of ``end_to_end.py``, in words."""
+MEANS = (50, 200, 1000, 4000)
+POOLINGS = {
+    "mean": "mean",
+    "recency": "mean weighted by recency",
+    "din": "DIN's activation unit, padded",
+    "attention": "attention, the default",
+    "attention-row-dropout": "attention, `row_dropout=0.2`",
+}
+"""Those of ``quality.py``, in words."""
+LOGS = {
+    "ml-1m": "MovieLens-1M",
+    "video_games.txt.gz": "Video Games",
+    "synthetic": "synthetic",
+    "planted": "synthetic",
+}
+"""What quality is measured on, by the names of files and folders."""
+ITEMS = {
+    "rows": "fp32",
+    "integers, 8 bits": "integers of 8 bits",
+    "integers, 4 bits": "of 4 bits",
+    "integers, 2 bits": "of 2 bits",
+    "k-means": "residual k-means",
+    "k-means + tables": "the same, tables trained",
+    "discrete PCA": "`DiscretePCA`, three levels",
+    "discrete PCA + basis": "the same, mean and basis trained",
+    "FSQ": "finite scalar quantization",
+    "hashed table": "a hashed table, trained",
+    "VQ fusion + basis": "`VQFusion`, mean and basis trained",
+}
+"""Ways of ``semantic_ids_ranking.py`` to keep items, in words."""
+EVENTS = {
+    "all": "all",
+    "boosted": "all, boosted by relevance",
+    "relevance": "by relevance",
+    "newest": "the newest",
+    "random": "any",
+}
+"""What ``event_selection.py`` leaves of the events, in words."""
+EVENT_LOGS = {
+    "made-up": "made up",
+    "ml-1m": "MovieLens-1M",
+    "made-up-gpu": "made up, on a GPU",
+}
+BUDGETS = {"1": "1", "0.5": "½", "0.25": "¼", "0.125": "⅛"}
+PEERS = {
+    "linear+torch-varlen": "FlashAttention-2",
+    "linear+flash-attention-3": "FlashAttention-3",
+    "linear+fbgemm-chain": "FBGEMM",
+    "linear+fbgemm-sll": "FBGEMM, SLL",
+    "linear+padded-sdpa": "padded SDPA",
+}
+SHAPE = "samples × targets, heads, width; rows"
+OPS = (
+    *("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax"),
+    *("jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out", "jagged2_softmax"),
+)
+RANKING = [name for name, case in TRAINING_CASES.items() if case.large]
+OF_STEPS = {label: name for name, label in STEP_PROVIDERS.items()}
+HOST = ("forward host_time", "both host_time", "both host_time_one_thread")
+HOST_HEADS = ("forward", "forward and backward", "the same in one thread")
+
+
+def lines(*of: str) -> str:
+    """Columns that a loop makes."""
+    return "\n".join(of)
+
+
+def shapes(names: list[str], *, dtype: bool = True) -> dict[str, str]:
+    """Rows of target attention: what they are, from their cases."""
+    labels = {}
+    for name in names:
+        case = TRAINING_CASES[name]
+        label = f"{case.batch_size:,} × {case.num_targets}, {case.num_heads}, {case.width}"
+        label += f"; {case.lengths} up to {case.max_length:,}"
+        words = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}[str(case.dtype)]
+        labels[f"{label} | {words}" if dtype else label] = name
+    return labels
+
+
+def ops(size: str) -> dict[str, str]:
+    """Rows of the ops of feature interaction, in one of the sizes."""
+    return {f"`{op}`": f"{op}-{size}" for op in OPS}
+
+
+def steps(form: str, of: str = "") -> str:
+    """A column of each mean length, with a provider in each row; its case comes after ``@``."""
+    head = "{:,} events, {{batch}} samples{{gpu}} = "
+    return lines(*(head.format(n) + form.replace("@", f"@mean-{n}{of}") for n in MEANS))
+
+
+def by_gpus(form: str) -> Table:
+    """Rows of mean lengths, numbers of GPUs and shardings, with a column of each provider."""
+    rows = {
+        f"{mean:,} | {gpus} | {sharding.replace('_', '-') if gpus > 1 else 'whole'}": case
+        for mean in MEANS
+        for gpus in GPUS
+        for sharding in SHARDINGS
+        if gpus > 1 or sharding == SHARDINGS[0]
+        for case in [step_case(mean, gpus, sharding)]
+    }
+    columns = lines(*(f"{words} = {form}".replace("*", x) for x, words in STEP_PROVIDERS.items()))
+    return Table(("end_to_end_gpus",), "events | GPUs | item table", rows, columns, mode="step")
+
+
+OP_TABLES = {
+    "target_attention_summary": Table(
+        ("target_attention",),
+        SHAPE,
+        shapes(
+            [x for x in RANKING if not x.endswith("fp32") and x != "rank-8k-16-targets"],
+            dtype=False,
+        ),
+        """ours = **{ours} ms, {ours peak_memory} MiB**
+        FlashAttention-2 = {linear+torch-varlen} ms, {linear+torch-varlen peak_memory} MiB
+        padded = {linear+padded-sdpa} ms, {linear+padded-sdpa peak_memory} MiB""",
+    ),
+    "serving_load": Table(
+        ("serving_load",),
+        "requests/s",
+        {f"{rate:,}": f"{rate}/s" for rate in (100, 400, 800, 2000)},
+        """as trained = {as trained p50} / {as trained p99}; {as trained served}
+        int8 tables, compiled = {compiled p50} / {compiled p99}; {compiled served}""",
+        mode="forward",
+    ),
+    "target_attention_kernel": Table(
+        ("target_attention_kernel",),
+        f"{SHAPE} | dtype",
+        shapes([*RANKING[:5], "rank-1k-fp32", "rank-200-fp32"]),
+        """forward, of the floor = {ours-kernel forward µs}, {ours-kernel forward floor}
+        forward+backward, of the floor = {ours-kernel both µs}, {ours-kernel both floor}
+        to FlashAttention-2, on ready keys and values = {torch-varlen × forward/both}""",
+        ours="ours-kernel",
+    ),
+    "target_attention_rows": Table(
+        ("target_attention_rows",),
+        f"{SHAPE} | dtype | places of a row",
+        {
+            f"{label} | {places}": f"{name}-x{places}"
+            for label, name in shapes(["rank-1k", "rank-2k", "rank-200", "rank-1k-fp32"]).items()
+            for places in (1, 4, 16, 64)
+        },
+        """by index, µs = {ours-by-index µs forward/both}
+        to a copy made before = {ours-copied-before × forward/both}
+        to a copy made in the call = {ours-on-a-copy × forward/both}
+        MiB, by index = {ours-by-index peak_memory forward/both}
+        MiB, on a copy = {ours-on-a-copy peak_memory forward/both}""",
+        ours="ours-by-index",
+    ),
+    "target_attention": Table(
+        ("target_attention",),
+        f"{SHAPE} | dtype",
+        shapes(RANKING),
+        """ours, ms = {ours}
+        to the best peer = {best-peer × named}
+        to padded SDPA = {linear+padded-sdpa ×}
+        eager, to the best peer = {best-peer time ×}
+        MiB, ours and FlashAttention-2 = {ours peak_memory}, {linear+torch-varlen peak_memory}""",
+        names=PEERS,
+    ),
+    "target_attention_scores": Table(
+        ("target_attention_scores",),
+        f"{SHAPE} | dtype",
+        shapes(RANKING),
+        """softmax, µs = {ours µs forward/both @*-softmax}
+        SiLU, µs = {ours µs forward/both @*-silu}
+        sigmoid, µs = {ours µs forward/both @*-sigmoid}
+        SiLU, of the floor = {ours floor forward/both @*-silu}
+        sigmoid, of the floor = {ours floor forward/both @*-sigmoid}
+        SiLU, padded, to ours = {padded × forward/both @*-silu}
+        sigmoid, padded, to ours = {padded × forward/both @*-sigmoid}""",
+    ),
+    "semantic_ids": Table(
+        ("semantic_ids",),
+        f"{SHAPE} | dtype",
+        {
+            "10,000 × 1, 1, 128; 512 each | bf16": "full-512",
+            "10,000 × 1, 4, 128; 512 each | bf16": "full-512-4-heads",
+            "4,096 × 1, 4, 128; log-normal up to 1,024 | bf16": "rank-1k",
+            "4,096 × 16, 1, 128; log-normal up to 1,024 | bf16": "rank-1k-16-targets",
+            "4,096 × 1, 4, 128; log-normal up to 1,024 | fp32": "rank-1k-fp32",
+            "1 × 1, 4, 128; 100,000 | bf16": "one-user",
+        },
+        """digits, µs = {ours-codes µs forward/both}
+        of the floor = {ours-codes floor forward/both}
+        decoded in each call, to digits = {ours-decoded × forward/both}
+        rows in memory, to digits = {ours-rows × forward/both}""",
+        ours="ours-codes",
+    ),
+    "select_events": Table(
+        ("select_events",),
+        "users, width; rows; kept",
+        {
+            f"{shape}, {by}": f"{case}{suffix}"
+            for case, shape in {
+                "events-200": "4,096, 128; log-normal up to 1,600; 64",
+                "events-200-narrow": "4,096, 8; log-normal up to 1,600; 64",
+                "events-1250": "512, 128; log-normal up to 10,000; 512",
+                "events-10k": "512, 128; up to 10,000, nine tenths full; 2,048",
+            }.items()
+            for by, suffix in (("by score", ""), ("newest", "-newest"))
+        },
+        """ours, µs = {ours µs forward/both}
+        of the floor = {ours floor forward/both}
+        padded top-k, to ours = {padded × forward/both}
+        one sort, to ours = {sorted × forward/both}""",
+    ),
+    "crossover": Table(
+        ("targets", "targets_fp32"),
+        "targets",
+        {n: n for n in ["4", "8", "12", "16", "24", "32", "48", "64", "128"]},
+        """bf16, absorbed = {ours-absorbed µs @targets-*}
+        bf16, explicit = {ours-explicit µs @targets-*}
+        fp32, absorbed = {ours-absorbed µs @targets-fp32-*}
+        fp32, explicit = {ours-explicit µs @targets-fp32-*}""",
+    ),
+    "serving": Table(
+        ("serving",),
+        "users × candidates, longest",
+        {
+            f"{users} × {targets:,}, {length:,}": f"u{users}-t{targets}-l{length}-d128"
+            for users, length in ((15, 1024), (15, 10_000), (1, 4096))
+            for targets in (1, 4, 16, 64, 256, 1024, 2048)
+        },
+        """absorbed = {ours-absorbed µs}
+        explicit = {ours-explicit µs}
+        FlashAttention-2 = {linear+torch-varlen µs}
+        FlashAttention-3 = {linear+flash-attention-3 µs}
+        padded = {linear+padded-sdpa µs}
+        copied to each candidate = {linear+expanded-sdpa µs}
+        copied, FlashAttention-3 = {linear+expanded-flash-attention-3 µs}""",
+        mode="forward",
+    ),
+    "requests": Table(
+        ("requests",),
+        "requests × candidates",
+        {f"{8192 // n:,} × {n:,}": f"requests-{n}" for n in (1, 4, 16, 64, 256, 1024, 2048)},
+        """ours, µs = {ours µs forward/both}
+        to copies, FlashAttention-3 = {linear+expanded-flash-attention-3 × forward/both}
+        to `varlen_attn`, by request = {linear+torch-varlen × forward/both}
+        to FlashAttention-3, by request = {linear+flash-attention-3 × forward/both}
+        MiB, ours = {ours peak_memory forward/both}
+        MiB, copies = {linear+expanded-flash-attention-3 peak_memory forward/both}""",
+    ),
+    "ikbo": Table(
+        ("ikbo",),
+        "query rows of a candidate | longest | lengths",
+        {
+            f"{rows} | {length:,} | {lengths}": f"{family}-{length}{end}"
+            for rows, family in ((64, "ikbo"), (1, "one-row"))
+            for length in (512, 1024, 2048, 4096, 8192, 16384)
+            for lengths, end in (("all the longest", ""), ("1 to the longest", "-jagged"))
+        },
+        """ours, µs = {ours µs}
+        of the floor = {ours floor}
+        to IKBO = {ikbo ×}
+        to FlashAttention-3, by user = {flash-attention-3 ×}
+        to `varlen_attn`, by user = {torch-varlen ×}
+        to copies, FlashAttention-3 = {expanded-flash-attention-3 ×}""",
+        mode="forward",
+    ),
+    "self_attention": Table(
+        ("self_attention",),
+        "lengths | B × H × D",
+        {
+            "uniform 1…32 | 8192 × 4 × 64": "self-32",
+            "uniform 1…64 | 4096 × 4 × 64": "self-64",
+            "uniform 1…256 | 512 × 4 × 64": "self-256",
+            "uniform 1…512 | 1024 × 1 × 64": "self-512",
+            "uniform 1…1024 | 512 × 4 × 64": "self-1k",
+            "uniform 1…2048 | 256 × 4 × 128": "self-2k",
+            "log-normal, ≤ 4096 | 256 × 2 × 128": "self-4k",
+        },
+        """ours, ms = {ours forward/both}
+        of the floor = {ours floor forward/both}
+        to FlashAttention-3 = {flash-attention-3 × forward/both}
+        to FlashAttention-2 = {torch-varlen × forward/both}
+        to FBGEMM `sll_multi_head` = {fbgemm-sll × forward/both}""",
+    ),
+    "self_attention_recency": Table(
+        ("self_attention_recency",),
+        "lengths | B × H × D",
+        {
+            "uniform 1…256 | 512 × 4 × 64": "self-256",
+            "uniform 1…1024 | 512 × 4 × 64": "self-1k",
+        },
+        """ours, ms = {ours+recency forward/both}
+        ours, without = {ours-unbiased forward/both}
+        FlashAttention-2, without = {torch-varlen-unbiased forward/both}
+        padded PyTorch = {padded forward/both}""",
+    ),
+    "figure2": Table(
+        ("figure2", "figure2_skewed"),
+        "longest",
+        {str(n): f"length-{n}" for n in (64, 128, 256, 512, 1024, 2048, 4096)}
+        | {f"skewed, {n}": f"skewed-{n}" for n in (64, 256, 1024, 4096)},
+        """dense over ours = {padded × forward/both}
+        dense flash over ours = {dense-flash × forward/both}
+        unfused over ours = {ours-unfused × forward/both}
+        FlashAttention-3 over ours = {flash-attention-3 × forward/both}
+        dense over ours, memory = {padded memory × forward/both}
+        less memory than dense flash = {dense-flash memory saved forward/both}""",
+    ),
+    "host": Table(
+        ("host",),
+        "64 samples of up to 50 rows",
+        {
+            "`JaggedTargetAttention`": "target_attention-host",
+            "the same, with a bias by recency": "target_attention_recency-host",
+            "`jagged_target_attention`": "target_attention_kernel-host",
+            "`JaggedSelfAttention`": "self_attention_module-host",
+            "`jagged_flash_attention`": "self_attention-host",
+            "the same, with a bias by distance": "self_attention_recency-host",
+            **ops("host"),
+        },
+        lines(
+            *(f"{head}, µs = {{ours {of} µs}}" for head, of in zip(HOST_HEADS, HOST, strict=True)),
+            *(
+                f"best peer, {head} = {{best-peer {of} ×}}"
+                for head, of in zip(HOST_HEADS, HOST, strict=True)
+            ),
+        ),
+    ),
+    "self_attention_window": Table(
+        ("self_attention_window",),
+        "512 histories of up to 1,023 rows, causal, 4 heads of 64, bf16",
+        {
+            "all rows": "1k-window-all",
+            "a window of 256": "1k-window-256",
+            "a window of 64": "1k-window-64",
+        },
+        """forward, µs = {ours forward µs}
+        backward, µs = {ours backward µs}
+        forward and backward, µs = {ours both µs}""",
+    ),
+    "table1": Table(
+        ("table1", "paper"),
+        "op",
+        ops("paper"),
+        """forward, µs = {ours forward µs}
+        forward, to padded = {padded forward ×}
+        the paper, to padded = {paper forward time ratio}
+        forward, to FBGEMM = {fbgemm forward ×}
+        both, µs = {ours both µs}
+        both, to padded = {padded both ×}
+        both, to FBGEMM = {fbgemm both ×}""",
+    ),
+    "table1_bf16": Table(
+        ("table1",),
+        "op",
+        {f"`{op}`": op for op in OPS},
+        """1,024 samples: forward, µs = {ours forward µs @*-bf16}
+        to padded = {padded forward × @*-bf16}
+        to FBGEMM = {fbgemm forward × @*-bf16}
+        both, to padded = {padded both × @*-bf16}
+        to FBGEMM = {fbgemm both × @*-bf16}
+        4,096 samples: forward, µs = {ours forward µs @*-large}
+        of the floor = {ours forward floor @*-large}
+        to FBGEMM = {fbgemm forward × @*-large}
+        both, of the floor = {ours both floor @*-large}
+        to FBGEMM = {fbgemm both × @*-large}""",
+    ),
+}
+MODEL_TABLES = {
+    "end_to_end": Table(
+        ("end_to_end",),
+        "pooling",
+        OF_STEPS,
+        steps("{* time @} ({* gpu_busy @}), {* peak_memory @}"),
+        mode="step",
+    ),
+    "end_to_end_requests": Table(
+        ("end_to_end",),
+        "pooling",
+        OF_STEPS,
+        steps("{* time @} ms", "-candidates-32-features-13"),
+        mode="step",
+    ),
+    "end_to_end_gpus": by_gpus("{* time} ({* gpu_busy}), {* throughput}"),
+    "end_to_end_sent": by_gpus("{* sent}, {* sent_by_length}, {* sent_rows}"),
+    "end_to_end_selection": Table(
+        ("end_to_end_selection",),
+        "events",
+        {"all": "ours", "the newer half": "ours-newer-half"},
+        steps(
+            "{* time @} ms ({* gpu_busy @} ms of it the GPU's), {* peak_memory @} MiB, "
+            "{* throughput × @} ×"
+        ),
+        mode="step",
+    ),
+    "end_to_end_quality": Table(
+        ("end_to_end_quality",),
+        "pooling",
+        OF_STEPS,
+        lines(
+            *(
+                f"{words}: {metric.upper()} = {{* {metric} @{log}-1.0}}"
+                for log, words in LOGS.items()
+                for metric in ("auc", "ne")
+            )
+        ),
+        mode="test",
+    ),
+    "quality": Table(
+        ("quality",),
+        "pooling",
+        {label: name for name, label in POOLINGS.items()},
+        lines(
+            *(
+                f"{words}: {head} = {{* {metric} @{log}}} ± {{* {metric}_se @{log}}}"
+                for log, words in LOGS.items()
+                for metric, head in (("auc", "AUC"), ("ahead", "less recency's"))
+            )
+        ),
+        mode="test",
+    ),
+    "semantic_ids_ranking": Table(
+        ("semantic_ids_ranking",),
+        "items | bytes a row",
+        {
+            f"{words} | {size or '–'}": f"{way}-{size}"
+            for size in (0, 8, 20)
+            for way, words in ITEMS.items()
+            if (size == 0) == (way == "rows" or way.startswith("integers"))
+        },
+        """KiB = {* footprint @ml-1m}
+        MovieLens-1M: AUC = {* auc @ml-1m} ± {* auc_se @ml-1m}
+        MovieLens-1M: NE = {* ne @ml-1m} ± {* ne_se @ml-1m}""",
+        mode="test",
+    ),
+    "event_selection": Table(
+        ("event_selection",),
+        "events | budget",
+        {
+            f"{words} | {part}": f"{way}-{budget}"
+            for budget, part in BUDGETS.items()
+            for way, words in EVENTS.items()
+            if (budget == "1") == (way in ("all", "boosted"))
+        },
+        lines(
+            *(
+                f"{words}: {form}".replace("@", f"@{log}")
+                for log, words in EVENT_LOGS.items()
+                for form in (
+                    "NE = {* ne @} ± {* ne_se @}",
+                    "AUC = {* auc @}",
+                    "training, samples/s = {* training @} ({* training × @} ×)",
+                    "inference, samples/s = {* inference @} ({* inference × @} ×)",
+                )
+            )
+        ),
+        ours="all-1",
+        mode="test",
+    ),
+}
+TABLES = MODEL_TABLES | OP_TABLES

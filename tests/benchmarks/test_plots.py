@@ -1,0 +1,208 @@
+"""The plots of the docs are what the figures under ``benchmarks/results`` say."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+
+pytest.importorskip("torchrec")
+
+import plots
+import report
+import run
+import specs
+from end_to_end_cases import step_case
+from end_to_end_results import add
+from figures import RESULTS, Figures, parsed
+
+from tests.benchmarks import made_up_results
+
+OF_MODELS = {"end_to_end", "end_to_end_gpus", "end_to_end_quality", "quality"}
+"""Files that :mod:`made_up_results` writes."""
+
+
+def plot_of(draw) -> plots.Plot:
+    return next(plot for plot in plots.PLOTS if plot.draw is draw)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with small files of the benchmarks of whole models, from which plots are drawn."""
+    made_up_results.write_all(tmp_path)
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("plot", plots.PLOTS, ids=plots.name_of)
+def test_axes_and_stamp(plot, request):
+    if OF_MODELS & {*plot.results}:
+        request.getfixturevalue("results")
+    figure = plots.drawn(plot)
+    for ax in figure.axes:
+        left_out = ax.get_yaxis().get_label_text() == "" and ax is not figure.axes[0]
+        shared = left_out and ax.get_shared_y_axes().joined(ax, figure.axes[0])
+        labels = ax.get_xlabel() + ax.get_ylabel()
+        assert labels or shared
+        assert ax.lines or ax.patches
+    stamp = figure.get_supxlabel().replace("\n", " ")
+    assert stamp == plot.figures.stamps()
+    assert "torch 2." in stamp
+    assert "2026-" in stamp
+
+
+def test_a_height_is_the_figure_of_the_csv():
+    (ax,) = plots.drawn(plot_of(plots.table1)).axes
+    ours, papers = ax.containers
+    of_padded = Figures([RESULTS / "table1.csv"]).find(
+        parsed("padded forward ×", "jagged_softmax-paper")
+    )
+    assert ours[2].get_height() == float(of_padded)
+    assert papers[2].get_height() == 1.38  # of the paper's Table 1
+
+
+def test_a_missing_figure_leaves_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = (RESULTS / "table1.csv").read_text().splitlines()
+    kept = [row for row in rows if not row.startswith("table1,jagged_softmax-paper,padded,forward")]
+    assert len(kept) < len(rows)
+    (tmp_path / "table1.csv").write_text("\n".join(kept))
+    (tmp_path / "paper.csv").write_text((RESULTS / "paper.csv").read_text())
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    heights = [bar.get_height() for bar in plots.drawn(plot_of(plots.table1)).axes[0].containers[0]]
+    assert heights[2] != heights[2]
+    assert heights[1] > 0
+
+
+def test_the_roofline_has_the_kernels_whose_files_are_there(tmp_path, monkeypatch):
+    def labels() -> list[str]:
+        (ax,) = plots.drawn(plot_of(plots.roofline)).axes
+        return [label.get_text() for label in ax.get_yticklabels()]
+
+    columns = "suite,case,provider,mode,metric,median,unit,gpu,torch,date"
+    for suite, case, provider in (
+        ("semantic_ids", "rank-1k", "ours-codes"),
+        ("target_attention_scores", "rank-1k-silu", "ours"),
+    ):
+        rows = [f"{suite},{case},{name},forward,time,{ms},ms,a GPU,2.13.0,2026-11-25"
+                for name, ms in (("floor", 1), (provider, 4))]  # fmt: skip
+        (tmp_path / f"{suite}.csv").write_text("\n".join([columns, *rows]))
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    assert labels() == ["target attention, SiLU", "target attention, rows of digits"]
+    (ax,) = plots.drawn(plot_of(plots.roofline)).axes
+    assert [bar.get_width() for bar in ax.containers[0]] == [25, 25]
+    (tmp_path / "target_attention_scores.csv").unlink()
+    assert labels() == ["target attention, rows of digits"]
+    (tmp_path / "semantic_ids.csv").unlink()
+    assert plot_of(plots.roofline).files == []
+
+
+def test_the_roofline_asks_for_cases_that_suites_have():
+    suites = run.load_suites()
+    for words in plots.ROOFLINE.values():
+        cell = parsed(words)
+        suite, case = cell.case.split("/")
+        assert case in suites[suite].cases
+        assert cell.provider in suites[suite].providers
+
+
+def test_stale_plots_are_named(tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert report.main([], [], tmp_path) == 0
+    assert report.main(["--check"], [], tmp_path) == 0
+    for path in sorted(tmp_path.iterdir()):
+        svg = path.read_text()
+        assert ElementTree.fromstring(svg).tag.endswith("svg")
+        assert "var(" not in svg
+        dark = re.search(r"@media \(prefers-color-scheme: dark\) \{\n((?:\[.*\n)+)\}\n", svg)
+        for light, colour in plots.DARK.items():
+            for what in ("fill", "stroke"):
+                rule = f'[style*="{what}: {light}"] {{ {what}: {colour} !important }}\n'
+                assert rule in dark[1]
+        assert f'style="fill: {plots.PAPER}"' in svg
+    path = tmp_path / "table1.svg"
+    digest = plots.digest(plot_of(plots.table1))
+    path.write_text(path.read_text().replace(digest, "of other figures"))
+    capsys.readouterr()
+    assert report.main(["--check"], [], tmp_path) == 1
+    assert capsys.readouterr().out.startswith("table1.svg: stale")
+    assert report.main([], [], tmp_path) == 0
+    assert report.main(["--check"], [], tmp_path) == 0
+
+
+def test_speed_is_to_that_of_sum_pooling_and_a_gap_says_why(results):
+    (ax,) = plots.drawn(plot_of(plots.end_to_end)).axes
+    of = {bars.get_label(): [bar.get_height() for bar in bars] for bars in ax.containers}
+    assert of["ours"] == pytest.approx([10 / 7.5] * 3, rel=1e-3)
+    padded = of["linear + padded SDPA"]
+    assert padded[:2] == pytest.approx([10 / 9.5] * 2, rel=1e-3)
+    assert padded[2] != padded[2]
+    texts = [text.get_text().strip() for text in ax.texts]
+    assert texts.count("out of memory") == 2
+
+
+def test_an_error_is_drawn_as_a_word(results):
+    csv = results / "end_to_end.csv"
+    error = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    csv.write_text(csv.read_text().replace(made_up_results.NO_MEMORY, error))
+    (ax,) = plots.drawn(plot_of(plots.end_to_end)).axes
+    texts = [text.get_text().strip() for text in ax.texts]
+    assert texts.count("fails") == 2
+    assert error not in texts
+
+
+def test_speed_by_number_of_gpus_is_of_the_faster_sharding(results):
+    csv = results / "end_to_end_gpus.csv"
+    rows = [*made_up_results.step_rows(1000, 2)]
+    for row in rows:
+        row["case"] = step_case(1000, 2, "table_wise")
+        row["median"] *= 1 + (row["provider"] == "sum")
+    add(csv, rows)
+    (ax,) = plots.drawn(plot_of(plots.end_to_end_gpus)).axes
+    lines = {line.get_label(): line for line in ax.lines}
+    assert [*lines] == ["sum pooling", "linear + FlashAttention-2", "ours"]
+    assert lines["ours"].get_xdata().tolist() == [1, 2]
+    of_one = made_up_results.BATCH / 7.5
+    assert lines["ours"].get_ydata().tolist() == pytest.approx([of_one, 2 * of_one], rel=1e-3)
+    of_one = made_up_results.BATCH / 10
+    assert lines["sum pooling"].get_ydata() == pytest.approx([of_one, 4 * of_one], rel=1e-3)
+
+
+def test_memory_in_gib(results):
+    (ax,) = plots.drawn(plot_of(plots.end_to_end_memory)).axes
+    assert [bar.get_height() for bar in ax.containers[0]] == [20, 20, 20]
+
+
+def test_curves_and_how_far_they_are_apart(results):
+    auc, apart, *_ = plots.drawn(plot_of(plots.end_to_end_quality)).axes
+    assert auc.lines[0].get_xdata().tolist() == [0.5, 1]
+    assert auc.lines[0].get_ydata().tolist() == [0.4, 0.8]
+    assert apart.lines[2].get_ydata() == pytest.approx([2e-4, 2e-4])
+
+
+def test_auc_less_that_of_recency_has_its_standard_error(results):
+    ax, _ = plots.drawn(plot_of(plots.quality)).axes
+    points, _, (errors,) = ax.containers[0]
+    assert points.get_xdata()[:2].tolist() == [-0.0095, 0]
+    assert errors.get_segments()[0][:, 0] == pytest.approx([-0.01, -0.009])
+    assert len(points.get_xdata()) == len(specs.POOLINGS)
+
+
+def test_a_plot_stands_where_a_document_asks_once_its_figures_are_there(
+    results, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(plots, "PLOTS", [plot_of(plots.end_to_end)])
+    page, folder = tmp_path / "docs" / "page.md", tmp_path / "plots"
+    page.parent.mkdir()
+    page.write_text("<!-- plot: end_to_end -->\n<!-- end of plot -->\n")
+    assert report.main(["--check"], [page], folder) == 1
+    assert capsys.readouterr().out.startswith("end_to_end.svg: stale")
+    assert report.main([], [page], folder) == 0
+    shown = "![Training speed of a whole model](../plots/end_to_end.svg)\n"
+    assert page.read_text() == f"<!-- plot: end_to_end -->\n{shown}<!-- end of plot -->\n"
+    assert report.main(["--check"], [page], folder) == 0
+    (results / "end_to_end.csv").unlink()
+    assert report.main(["--check"], [page], folder) == 1
+    assert report.main([], [page], folder) == 0
+    assert page.read_text() == "<!-- plot: end_to_end -->\n<!-- end of plot -->\n"
