@@ -107,8 +107,8 @@ ROOFLINE = {
     f"{TARGETS}sigmoid": "ours @target_attention_scores/rank-1k-sigmoid",
     f"{TARGETS}rows by index": "ours-by-index @target_attention_rows/rank-1k-x1",
     f"{TARGETS}4 places a row": "ours-by-index @target_attention_rows/rank-1k-x4",
-    f"{TARGETS}rows of digits": "ours-codes @semantic_ids/rank-1k",
-    f"{TARGETS}digits, 512 rows, one head": "ours-codes @semantic_ids/full-512",
+    f"{TARGETS}rows of codes": "ours-codes @semantic_ids/rank-1k",
+    f"{TARGETS}codes, 512 rows, one head": "ours-codes @semantic_ids/full-512",
     **{
         f"self-attention, {n} rows": f"ours @self_attention/self-{n}" for n in (64, 256, "1k", "4k")
     },

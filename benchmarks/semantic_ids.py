@@ -10,7 +10,7 @@ with mean pooling, in several passes over its training events.
     integers       each row's own range in equal steps of 2, 4 or 8 bits, with its least value and
                    step in fp16, as tables of FBGEMM have them
     k-means        residual k-means: one byte a stage, for 256 centers of what is left before it
-    discrete PCA   digits of three levels, five to a byte, or of 15, two to a byte
+    discrete PCA   codes of three levels, five to a byte, or of 15, two to a byte
 
 Bytes are those that a row takes, counted; those that all rows share (centers; mean and directions)
 are given beside them, in fp32. Errors are in parts of the rows' squared distances from their mean:
@@ -41,7 +41,7 @@ import quality
 from events import DataError
 from options import writable_file
 
-from torchrec_jagged_attn import DiscretePCA, SemanticIds
+from torchrec_jagged_attn import DiscretePCA, PackedCodes
 
 MADE_UP = "made-up"
 BITS = (2, 4, 8)
@@ -110,13 +110,13 @@ def nearest_of(rows: Tensor, centers: Tensor) -> Tensor:
 
 
 def fit_discrete_pca(rows: Tensor, num_bytes: int, num_levels: int) -> Keep:
-    """As many digits as the bytes hold."""
-    num_digits = num_bytes * SemanticIds(1, num_levels).digits_per_byte
-    pca = DiscretePCA(rows.shape[1], num_digits, num_levels, device=rows.device)
+    """As many codes as the bytes hold."""
+    num_codes = num_bytes * PackedCodes(1, num_levels).codes_per_byte
+    pca = DiscretePCA(rows.shape[1], num_codes, num_levels, device=rows.device)
     pca.fit(rows)
 
     def keep(rows: Tensor) -> Kept:
-        packed = pca.ids.pack(pca.encode(rows))
+        packed = pca.packed_codes.pack(pca.encode(rows))
         return Kept([packed], [pca.mean, pca.basis], pca(packed))
 
     return keep

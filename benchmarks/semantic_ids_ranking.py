@@ -10,7 +10,7 @@ bytes, as ``semantic_ids.py`` keeps them:
     rows              fp32, which bound the others
     integers          each row's own range in equal steps of 2, 4 or 8 bits
     k-means           residual k-means; a byte a stage
-    discrete PCA      digits of three levels, five to a byte
+    discrete PCA      codes of three levels, five to a byte
     FSQ               finite scalar quantization of a linear autoencoder's latents, 15 levels, two
                       to a byte
 
@@ -19,7 +19,7 @@ are data; of ``+ tables`` and ``+ basis``, what codes stand for is trained furth
 begin with those rows:
 
     hashed table      a table of as many bytes as all codes have, which items share by a hash
-    VQ fusion         digits of what content says: hashes of the title's words, genres, and which
+    VQ fusion         codes of what content says: hashes of the title's words, genres, and which
                       films are rated one after the other; with the genres and the decade as labels
 
 Bytes are those of a row, counted. The footprint is that of all rows and of what they share, in
@@ -63,7 +63,7 @@ from semantic_ids import (
     learn,
 )
 
-from torchrec_jagged_attn import SemanticIds
+from torchrec_jagged_attn import PackedCodes
 
 LEVELS = 15  # of FSQ
 STEPS = 300  # of each stage of an autoencoder
@@ -96,23 +96,23 @@ class Rows(nn.Module):
         return self.rows[ids]
 
 
-class Digits(nn.Module):
-    """Rows of digits: a mean and a basis, which are trained.
+class Codes(nn.Module):
+    """Rows of codes: a mean and a basis, which are trained.
 
     All items' rows are made in each call: they are fewer than those of a batch.
     """
 
-    def __init__(self, digits: Tensor, mean: Tensor, basis: Tensor) -> None:
+    def __init__(self, codes: Tensor, mean: Tensor, basis: Tensor) -> None:
         super().__init__()
-        self.register_buffer("digits", digits.to(basis.dtype))
+        self.register_buffer("codes", codes.to(basis.dtype))
         self.mean, self.basis = (nn.Parameter(x.detach().clone()) for x in (mean, basis))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, torch.addmm(self.mean, self.digits, self.basis))
+        return F.embedding(ids, torch.addmm(self.mean, self.codes, self.basis))
 
 
 class Tables(nn.Module):
-    """Sums of rows of tables, one for each byte, which are trained; made as those of digits."""
+    """Sums of rows of tables, one for each byte, which are trained; made as those of codes."""
 
     def __init__(self, codes: Tensor, tables: list[Tensor]) -> None:
         super().__init__()
@@ -131,21 +131,21 @@ def fit_fsq(rows: Tensor, num_bytes: int, seed: int = 0) -> Kept:
         Finite Scalar Quantization (ICLR '24, https://arxiv.org/abs/2309.15505).
     """
     torch.manual_seed(seed)
-    ids = SemanticIds(2 * num_bytes, LEVELS)
-    encoder = nn.Linear(rows.shape[1], ids.num_digits).to(rows.device)
-    decoder = nn.Linear(ids.num_digits, rows.shape[1]).to(rows.device)
+    ids = PackedCodes(2 * num_bytes, LEVELS)
+    encoder = nn.Linear(rows.shape[1], ids.num_codes).to(rows.device)
+    decoder = nn.Linear(ids.num_codes, rows.shape[1]).to(rows.device)
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
     for _ in range(4 * STEPS):
-        latents = encoder(rows).tanh() * ids.largest_digit
-        made = decoder((latents + (latents.round() - latents).detach()) / ids.largest_digit)
+        latents = encoder(rows).tanh() * ids.largest_code
+        made = decoder((latents + (latents.round() - latents).detach()) / ids.largest_code)
         optimizer.zero_grad()
         F.mse_loss(made, rows).backward()
         optimizer.step()
     with torch.no_grad():
-        digits = (encoder(rows).tanh() * ids.largest_digit).round().to(torch.int8)
+        codes = (encoder(rows).tanh() * ids.largest_code).round().to(torch.int8)
         shared = [x.detach() for x in decoder.parameters()]
-        made = decoder(digits.to(rows.dtype) / ids.largest_digit)
-        return Kept([ids.pack(digits)], shared, made)
+        made = decoder(codes.to(rows.dtype) / ids.largest_code)
+        return Kept([ids.pack(codes)], shared, made)
 
 
 def content_of(
@@ -170,20 +170,20 @@ def content_of(
 
 
 def keep_content(data: str, events: Events, width: int, num_bytes: int, device: str) -> Kept:
-    """Digits of what content says, by ``VQFusion``, of rows of length one in the mean."""
+    """Codes of what content says, by ``VQFusion``, of rows of length one in the mean."""
     embeddings, labels = content_of(data, events, device)
     fusion = fuse(embeddings, labels, width=width, num_bytes=num_bytes, steps=STEPS)
-    packed = fusion.pca.ids.pack(fusion.encode(embeddings))
+    packed = fusion.pca.packed_codes.pack(fusion.encode(embeddings))
     rows = fusion.pca(packed).detach()
     factor = 1 / rows.norm(dim=1).mean()
     shared = [fusion.pca.mean.detach() * factor, fusion.pca.basis.detach() * factor]
     return Kept([packed], shared, rows * factor)
 
 
-def digits_of(kept: Kept) -> Digits:
+def codes_of(kept: Kept) -> Codes:
     """Of what :func:`fit_discrete_pca` or :func:`keep_content` keeps, in three levels."""
     mean, basis = kept.shared
-    return Digits(SemanticIds(len(basis)).unpack(kept.stored[0]), mean, basis)
+    return Codes(PackedCodes(len(basis)).unpack(kept.stored[0]), mean, basis)
 
 
 def ways(data: str, events: Events, rows: Tensor, budgets: list[int]) -> list[Way]:
@@ -203,7 +203,7 @@ def ways(data: str, events: Events, rows: Tensor, budgets: list[int]) -> list[Wa
             Way("k-means", size, k_means, Rows(k_means.rows)),
             Way("k-means + tables", size, k_means, Tables(k_means.stored[0], k_means.shared)),
             Way("discrete PCA", size, pca, Rows(pca.rows)),
-            Way("discrete PCA + basis", size, pca, digits_of(pca)),
+            Way("discrete PCA + basis", size, pca, codes_of(pca)),
             Way("FSQ", size, fsq, Rows(fsq.rows)),
             Way(
                 "hashed table",
@@ -211,7 +211,7 @@ def ways(data: str, events: Events, rows: Tensor, budgets: list[int]) -> list[Wa
                 Kept([], [table], table[places]),
                 Tables(places.unsqueeze(1), [table * width**-0.5]),
             ),
-            Way("VQ fusion + basis", size, fused, digits_of(fused)),
+            Way("VQ fusion + basis", size, fused, codes_of(fused)),
         ]
     return found
 

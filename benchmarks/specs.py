@@ -235,10 +235,10 @@ OP_TABLES = {
             "4,096 × 1, 4, 128; log-normal up to 1,024 | fp32": "rank-1k-fp32",
             "1 × 1, 4, 128; 100,000 | bf16": "one-user",
         },
-        """digits, µs = {ours-codes µs forward/both}
+        """codes, µs = {ours-codes µs forward/both}
         of the floor = {ours-codes floor forward/both}
-        decoded in each call, to digits = {ours-decoded × forward/both}
-        rows in memory, to digits = {ours-rows × forward/both}""",
+        decoded in each call, to codes = {ours-decoded × forward/both}
+        rows in memory, to codes = {ours-rows × forward/both}""",
         ours="ours-codes",
     ),
     "select_events": Table(

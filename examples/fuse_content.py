@@ -5,7 +5,7 @@
 
 A film has three embeddings: the hashed words of its title, its genres, and which films its viewers
 rated before and after it, in the first nine tenths of the time. VQFusion encodes them together, and
-keeps digits of three levels, five to a byte; from these alone, it makes the embeddings again, and
+keeps codes of three levels, five to a byte; from these alone, it makes the embeddings again, and
 tells the combination of genres and the decade. Codes and model are saved for histories that come as
 codes, see `history_codes` of TargetAttentionConfig.
 """
@@ -112,13 +112,13 @@ def fuse(
     steps: int,
     seed: int = 0,
 ) -> VQFusion:
-    """A model of all films, trained as many steps without digits as with them."""
+    """A model of all films, trained as many steps without codes as with them."""
     torch.manual_seed(seed)
     fusion = VQFusion(
         {name: x.shape[1] for name, x in embeddings.items()},
         {name: int(x.max()) + 1 for name, x in labels.items()},
         latent_dim=width,
-        num_digits=5 * num_bytes,
+        num_codes=5 * num_bytes,
         device=next(iter(embeddings.values())).device,
     )
     optimizer = torch.optim.Adam(fusion.parameters(), lr=1e-3)
@@ -139,10 +139,10 @@ def show(
     labels: Mapping[str, Tensor],
     titles: Sequence[str],
 ) -> None:
-    """What digits keep of embeddings and labels, and which films they hold to be alike."""
+    """What codes keep of embeddings and labels, and which films they hold to be alike."""
     rows = fusion.pca.decode(fusion.encode(embeddings))
     console = Console()
-    kept = Table("of a film", title="What digits keep")
+    kept = Table("of a film", title="What codes keep")
     kept.add_column("cosine", justify="right")
     kept.add_column("right", justify="right")
     for decoder, (name, given) in zip(fusion.decoders, embeddings.items(), strict=True):
@@ -151,7 +151,7 @@ def show(
         right = (head(rows).argmax(1) == label).double().mean()
         kept.add_row(name, "", f"{right:.1%}")
     console.print(kept)
-    alike = Table("film", "nearest, by digits")
+    alike = Table("film", "nearest, by codes")
     unit = F.normalize(rows - fusion.pca.mean)
     for title in (title for title in SHOWN if title in titles):
         at = titles.index(title)
@@ -188,7 +188,7 @@ def main(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     show(fusion, embeddings, labels, titles)
-    codes = fusion.pca.ids.pack(fusion.encode(embeddings))
+    codes = fusion.pca.packed_codes.pack(fusion.encode(embeddings))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"codes": codes.cpu(), "fusion": fusion.state_dict()}, args.out)
     print(f"{len(codes):,} codes of {codes.shape[1]} bytes: {args.out}")

@@ -185,7 +185,7 @@ def test_tensors_have_strides(call, name):
         functools.partial(package.HistoryEncoderLayer, 8, 2),
         functools.partial(package.Relevance, 2),
         functools.partial(package.DiscretePCA, 8, 2),
-        functools.partial(package.VQFusion, {"a": 8}, latent_dim=4, num_digits=2),
+        functools.partial(package.VQFusion, {"a": 8}, latent_dim=4, num_codes=2),
     ],
 )
 def test_devices_and_dtypes_are_named(make):
@@ -207,10 +207,10 @@ def test_devices_and_dtypes_are_named(make):
         (lambda x: package.rename_keys({"a": 1}, x), "names"),
         (lambda x: package.EventBasedFeature([x], 8), "tables"),
         (
-            lambda x: package.VQFusion({"a": 8}, x, latent_dim=4, num_digits=2),
+            lambda x: package.VQFusion({"a": 8}, x, latent_dim=4, num_codes=2),
             "labels",
         ),
-        (package.VQFusion({"a": 8}, latent_dim=4, num_digits=2).fit, "batches"),
+        (package.VQFusion({"a": 8}, latent_dim=4, num_codes=2).fit, "batches"),
         (lambda x: package.jagged_flash_attention(HEADS, HEADS, HEADS, x), "q_offsets"),
         (lambda x: package.JaggedFeatureInteraction(fused=x), "fused"),
     ],
@@ -226,7 +226,7 @@ def test_rows_have_two_dimensions():
             package.array_jagged_bmm_jagged_out(PAIRS, y, OFFSETS)
     packed, basis = torch.zeros(9, 2, dtype=torch.uint8), torch.zeros(7, 8)
     with pytest.raises(ValueError, match=r"^query must have 3 or 4 dimensions, got"):
-        package.jagged_target_attention_over_ids(
+        package.jagged_target_attention_over_codes(
             torch.tensor(1.0), packed, OFFSETS, torch.zeros(8), basis
         )
 

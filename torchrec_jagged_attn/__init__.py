@@ -20,9 +20,9 @@ from torchrec_jagged_attn.ops import (
 )
 from torchrec_jagged_attn.semantic_ids import (
     DiscretePCA,
-    SemanticIds,
+    PackedCodes,
     VQFusion,
-    jagged_target_attention_over_ids,
+    jagged_target_attention_over_codes,
 )
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ __all__ = [
     "JaggedLayout",
     "JaggedSelfAttention",
     "JaggedTargetAttention",
+    "PackedCodes",
     "Relevance",
-    "SemanticIds",
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",
     "TimeEncoding",
@@ -90,7 +90,7 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
     "jagged_target_attention",
-    "jagged_target_attention_over_ids",
+    "jagged_target_attention_over_codes",
     "rank_attributes",
     "rename_keys",
     "repeat_per_candidate",

@@ -314,14 +314,14 @@ class MultiHeadArguments(NamedTuple):
 
     @property
     def row_dim(self) -> int:
-        """``D``, width of history rows; of digits, with the one after them."""
+        """``D``, width of history rows; of codes, with the one after them."""
         if self.num_levels and self.k_weight is not None:
             return self.k_weight.shape[1]
         return self.history.shape[1]
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """What history rows are attended in; digits have no dtype of their own."""
+        """What history rows are attended in; codes have no dtype of their own."""
         return self.dtype if self.num_levels else self.history.dtype
 
     @property

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from torchrec_jagged_attn.arguments import SCORES, Biases
+from torchrec_jagged_attn.codes import MAX_LEVELS, bytes_of_codes, codes_per_byte
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
-from torchrec_jagged_attn.digits import MAX_LEVELS, bytes_of_digits, digits_per_byte
 
 __all__ = [
     "check_biases",
     "check_bool",
     "check_device",
-    "check_digits",
     "check_dtype",
     "check_finite",
     "check_float",
@@ -36,6 +35,7 @@ __all__ = [
     "check_numbers",
     "check_offsets_metadata",
     "check_packed",
+    "check_packed_history",
     "check_packed_values",
     "check_prior_weights",
     "check_real",
@@ -326,38 +326,38 @@ def check_indices_values(indices: Tensor, num_rows: int) -> None:
 
 
 def check_num_levels(num_levels: int) -> int:
-    """``num_levels`` of a digit, which must be odd, and few enough for a byte."""
+    """``num_levels`` of a code, which must be odd, and few enough for a byte."""
     num_levels = check_int(num_levels, "num_levels", 0)
     if not 3 <= num_levels <= MAX_LEVELS or num_levels % 2 == 0:
         raise ValueError(f"num_levels must be odd and 3 to {MAX_LEVELS}, got {num_levels}")
     return num_levels
 
 
-def check_digits(history: Tensor, width: int, num_levels: int) -> None:
-    """``history`` must be packed rows of digits, one fewer than the ``width`` of queries."""
+def check_packed_history(history: Tensor, width: int, num_levels: int) -> None:
+    """``history`` must be packed rows of codes, one fewer than the ``width`` of queries."""
     if width < 2:
         raise ValueError(
-            "query must have a width of at least 2, of digits and a one, where num_levels is "
+            "query must have a width of at least 2, of codes and a one, where num_levels is "
             f"given, got {width}"
         )
     check_packed(history, "history", width - 1, num_levels)
 
 
-def check_packed(packed: Tensor, name: str, num_digits: int, num_levels: int) -> None:
-    """``packed`` must be rows of bytes that hold so many digits."""
+def check_packed(packed: Tensor, name: str, num_codes: int, num_levels: int) -> None:
+    """``packed`` must be rows of bytes that hold so many codes."""
     check_tensor(packed, name)
     if packed.dtype != torch.uint8:
         raise TypeError(f"{name} must be uint8, got {packed.dtype}")
-    num_bytes = bytes_of_digits(num_digits, num_levels)
+    num_bytes = bytes_of_codes(num_codes, num_levels)
     check_shape(packed, name, "[N, num_bytes]", (None, num_bytes))
 
 
-def check_packed_values(packed: Tensor, name: str, num_digits: int, num_levels: int) -> None:
-    """They must be bytes that digits have; skipped where reading would wait."""
+def check_packed_values(packed: Tensor, name: str, num_codes: int, num_levels: int) -> None:
+    """They must be bytes that codes have; skipped where reading would wait."""
     if not should_validate(packed) or packed.numel() == 0:
         return
-    per_byte = digits_per_byte(num_levels)
-    in_last = num_digits - (packed.shape[1] - 1) * per_byte
+    per_byte = codes_per_byte(num_levels)
+    in_last = num_codes - (packed.shape[1] - 1) * per_byte
     for values, of, count in (
         (packed, "", per_byte),
         (packed[:, -1], " in the last byte of a row", in_last),

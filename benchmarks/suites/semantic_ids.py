@@ -1,6 +1,6 @@
-"""``jagged_target_attention_over_ids`` beside ``jagged_target_attention`` over the decoded rows.
+"""``jagged_target_attention_over_codes`` beside ``jagged_target_attention`` over the decoded rows.
 
-Rows of 25 digits of three levels, five bytes each. ``ours-decoded`` decodes them in each call.
+Rows of 25 codes of three levels, five bytes each. ``ours-decoded`` decodes them in each call.
 ``ours-rows`` has them in memory, in the dtype of the case: it tells what reading rows costs, and
 its gradient is theirs.
 """
@@ -16,9 +16,9 @@ from suites import Cost, Inputs, Relaid, Suite
 from suites import target_attention_kernel as base
 from suites._attention import padded_sdpa
 from torchrec_jagged_attn import (
-    SemanticIds,
+    PackedCodes,
     jagged_target_attention,
-    jagged_target_attention_over_ids,
+    jagged_target_attention_over_codes,
 )
 from torchrec_jagged_attn.testing import (
     Case,
@@ -27,7 +27,7 @@ from torchrec_jagged_attn.testing import (
     target_attention_oracle,
 )
 
-IDS = SemanticIds(num_digits=25)
+IDS = PackedCodes(num_codes=25)
 BF16 = torch.bfloat16
 CASES = {
     case.name: case
@@ -51,8 +51,8 @@ class Codes(Inputs):
 
     def decoded(self) -> Tensor:
         """The rows."""
-        digits = IDS.unpack(self.packed).to(self.leaves["basis"].dtype)
-        return torch.addmm(self.leaves["mean"], digits, self.leaves["basis"])
+        codes = IDS.unpack(self.packed).to(self.leaves["basis"].dtype)
+        return torch.addmm(self.leaves["mean"], codes, self.leaves["basis"])
 
     def over(self, history: Tensor) -> Inputs:
         """The same over rows that are there."""
@@ -61,23 +61,23 @@ class Codes(Inputs):
 
 
 def make_inputs(case: Case, device: str) -> Codes:
-    """Query ``[B, T, H, D]``, mean ``[D]`` and basis ``[L, D]``, and digits at random."""
+    """Query ``[B, T, H, D]``, mean ``[D]`` and basis ``[L, D]``, and codes at random."""
     generator = torch.Generator().manual_seed(0)
     lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
     query = torch.randn(
         case.batch_size, case.num_targets, case.num_heads, case.width, generator=generator
     )
-    shape = int(lengths.sum()), IDS.num_digits
-    digits = torch.randint(-1, 2, shape, generator=generator, dtype=torch.int8)
+    shape = int(lengths.sum()), IDS.num_codes
+    codes = torch.randint(-1, 2, shape, generator=generator, dtype=torch.int8)
     leaves = {
         "query": query.to(device, case.dtype),
         "mean": torch.randn(case.width, generator=generator).to(device, case.dtype),
-        "basis": torch.randn(IDS.num_digits, case.width, generator=generator),
+        "basis": torch.randn(IDS.num_codes, case.width, generator=generator),
     }
-    leaves["basis"] = (leaves["basis"] * IDS.num_digits**-0.5).to(device, case.dtype)
+    leaves["basis"] = (leaves["basis"] * IDS.num_codes**-0.5).to(device, case.dtype)
     leaves = {name: tensor.requires_grad_() for name, tensor in leaves.items()}
     even = Inputs.even(case, leaves, offsets_of(lengths, case.index_dtype, device))
-    return Codes(**vars(even), packed=IDS.pack(digits.to(device)))
+    return Codes(**vars(even), packed=IDS.pack(codes.to(device)))
 
 
 def over_rows(x: Inputs) -> Inputs:
@@ -86,12 +86,12 @@ def over_rows(x: Inputs) -> Inputs:
 
 
 def cost(x: Codes) -> dict[str, Cost]:
-    """Read the bytes once, and in backward again, and make the products of digits.
+    """Read the bytes once, and in backward again, and make the products of codes.
 
     Those of queries with the basis, and of what is pooled, are few.
     """
     num_queries = x.leaves["query"].numel() // x.case.width
-    product = 2 * x.num_pairs() * x.case.num_heads * IDS.num_digits
+    product = 2 * x.num_pairs() * x.case.num_heads * IDS.num_codes
     rows = x.case.dtype.itemsize * x.case.width * num_queries
     return {
         "forward": Cost(x.packed.nbytes + 2 * rows, 2 * product),
@@ -101,7 +101,7 @@ def cost(x: Codes) -> dict[str, Cost]:
 
 def ours(x: Codes) -> Callable[[], Tensor]:
     """The op."""
-    return lambda: jagged_target_attention_over_ids(
+    return lambda: jagged_target_attention_over_codes(
         x.leaves["query"], x.packed, x.offsets, x.leaves["mean"], x.leaves["basis"]
     )
 
@@ -115,7 +115,7 @@ def rows(x: Codes) -> Relaid:
 
 SUITE = Suite(
     name="semantic_ids",
-    measures="jagged_target_attention_over_ids, 25 digits",
+    measures="jagged_target_attention_over_codes, 25 codes",
     cases=CASES,
     inputs=make_inputs,
     oracle=lambda x: base.formula(over_rows(x), target_attention_oracle),

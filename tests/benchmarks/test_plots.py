@@ -90,11 +90,11 @@ def test_the_roofline_has_the_kernels_whose_files_are_there(tmp_path, monkeypatc
                 for name, ms in (("floor", 1), (provider, 4))]  # fmt: skip
         (tmp_path / f"{suite}.csv").write_text("\n".join([columns, *rows]))
     monkeypatch.setattr(plots, "RESULTS", tmp_path)
-    assert labels() == ["target attention, SiLU", "target attention, rows of digits"]
+    assert labels() == ["target attention, SiLU", "target attention, rows of codes"]
     (ax,) = plots.drawn(plot_of(plots.roofline)).axes
     assert [bar.get_width() for bar in ax.containers[0]] == [25, 25]
     (tmp_path / "target_attention_scores.csv").unlink()
-    assert labels() == ["target attention, rows of digits"]
+    assert labels() == ["target attention, rows of codes"]
     (tmp_path / "semantic_ids.csv").unlink()
     assert plot_of(plots.roofline).files == []
 

@@ -36,7 +36,7 @@ from suites import (
 )
 
 from tests.processes import run_code
-from torchrec_jagged_attn.semantic_ids import digits
+from torchrec_jagged_attn.semantic_ids import packed_codes
 from torchrec_jagged_attn.testing import flash_attention_oracle, jagged_lengths
 
 SUITES = run.load_suites()
@@ -298,7 +298,7 @@ PADDED = ("padded", "padded-sdpa", "linear+padded-sdpa")
     "name", ["semantic_ids", *(name for name in SUITES if name.startswith("target_attention"))]
 )
 def test_padded_attention_waits_for_nothing(name, monkeypatch):
-    monkeypatch.setattr(digits, "check_packed_values", lambda *_: None)  # of a CPU alone
+    monkeypatch.setattr(packed_codes, "check_packed_values", lambda *_: None)  # of a CPU alone
     suite = SUITES[name]
     case = next(iter(suite.cases.values()))
     x = suite.inputs(replace(case, batch_size=5, max_length=30, lengths="uniform"), "cpu")

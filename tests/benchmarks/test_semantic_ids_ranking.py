@@ -86,7 +86,7 @@ def test_what_is_trained_begins_with_what_is_kept():
     k_means = fit_k_means(rows, 2)(rows)
     ids = torch.tensor([[5, 0], [17, 599]])
     for items, kept in (
-        (ranking.digits_of(pca), pca),
+        (ranking.codes_of(pca), pca),
         (ranking.Tables(k_means.stored[0], k_means.shared), k_means),
         (ranking.Rows(rows), None),
     ):

@@ -50,7 +50,7 @@ def test_codes_and_their_model_are_saved(folder, monkeypatch, capsys):
     options = {"data": folder, "download": False, "bytes": 2, "width": 8, "steps": 5, "seed": 0}
     fuse_content.main(argparse.Namespace(**options, out=out))
     printed = capsys.readouterr().out
-    assert "What digits keep" in printed
+    assert "What codes keep" in printed
     assert "4 codes of 2 bytes" in printed
     saved = torch.load(out)
     assert saved["codes"].shape == (4, 2)
@@ -59,7 +59,7 @@ def test_codes_and_their_model_are_saved(folder, monkeypatch, capsys):
         {"title": 4, "genres": 3, "neighbours": 4},
         {"genres combined": 3, "decade": 2},
         latent_dim=8,
-        num_digits=10,
+        num_codes=10,
     )
     fusion.load_state_dict(saved["fusion"])
     assert fusion.pca(saved["codes"]).shape == (4, 8)

@@ -29,7 +29,7 @@ from triton.runtime import JITFunction, driver
 from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
-    SemanticIds,
+    PackedCodes,
     devices,
     jagged_dense_add,
     jagged_dense_bmm,
@@ -157,7 +157,7 @@ def target_with_lse(
     (out.float().sum() + lse.sum()).backward()
 
 
-def digits(
+def codes(
     dtype: torch.dtype,
     width: int = 26,
     biased: bool = False,
@@ -166,8 +166,8 @@ def digits(
     dropout: float = 0.0,
 ) -> None:
     """Into bytes and out of them, and attention over them."""
-    ids = SemanticIds(width - 1, num_levels)
-    ids.pack(torch.zeros(N, ids.num_digits, dtype=torch.int8))
+    ids = PackedCodes(width - 1, num_levels)
+    ids.pack(torch.zeros(N, ids.num_codes, dtype=torch.int8))
     packed = torch.zeros(N, ids.num_bytes, dtype=torch.uint8)
     ids.unpack(packed)
     biases = tables(4) if biased else {}
@@ -275,18 +275,18 @@ CASES = {
     "general target, log-sum-exps": Case(
         (80, 90), "target", lambda: target_with_lse(2, FP32, 20, jagged=True)
     ),
-    "digits": Case((80, 90), "", lambda: digits(BF16)),
-    "digits, fp32, biased": Case((80, 90), "target", lambda: digits(FP32, biased=True)),
-    "digits, general, fp32": Case(
-        (80, 90), "general", lambda: digits(FP32, 129, biased=True, num_targets=3)
+    "codes": Case((80, 90), "", lambda: codes(BF16)),
+    "codes, fp32, biased": Case((80, 90), "target", lambda: codes(FP32, biased=True)),
+    "codes, general, fp32": Case(
+        (80, 90), "general", lambda: codes(FP32, 129, biased=True, num_targets=3)
     ),
-    "digits, few warps, biased": Case(
-        (90,), "few_warps", lambda: digits(BF16, biased=True, num_targets=5)
+    "codes, few warps, biased": Case(
+        (90,), "few_warps", lambda: codes(BF16, biased=True, num_targets=5)
     ),
-    "digits, few warps, fp32": Case((90,), "few_warps", lambda: digits(FP32, 128, num_targets=8)),
-    "digits, wide": Case((90,), "target", lambda: digits(BF16, 250, num_levels=15)),
-    "digits, general, wide, dropout": Case(
-        (90,), "general", lambda: digits(BF16, 151, num_levels=15, num_targets=5, dropout=0.5)
+    "codes, few warps, fp32": Case((90,), "few_warps", lambda: codes(FP32, 128, num_targets=8)),
+    "codes, wide": Case((90,), "target", lambda: codes(BF16, 250, num_levels=15)),
+    "codes, general, wide, dropout": Case(
+        (90,), "general", lambda: codes(BF16, 151, num_levels=15, num_targets=5, dropout=0.5)
     ),
     "hopper flash": Case((90,), "", lambda: flash(64)),
     "general flash of short samples": Case((90,), "short", lambda: flash(20)),
@@ -331,7 +331,7 @@ TYPES = {  # of parameters in PTX
 FITS = {
     "one warp",
     "one warp, SiLU",
-    "digits",
+    "codes",
     "rows by index, one warp",
     "warpgroup",
     "warpgroup, SiLU",

@@ -23,7 +23,7 @@ from torchrec_jagged_attn import (
     DiscretePCA,
     EncoderConfig,
     JaggedTargetAttention,
-    SemanticIds,
+    PackedCodes,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
@@ -35,17 +35,17 @@ LENGTHS = [40, 0, 3, 1, 20]
 WIDTH = 16
 
 
-def fitted(num_digits: int = 20, *, trainable: bool = False, num_levels: int = 3) -> DiscretePCA:
+def fitted(num_codes: int = 20, *, trainable: bool = False, num_levels: int = 3) -> DiscretePCA:
     rows = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(0))
-    pca = DiscretePCA(WIDTH, num_digits, num_levels, trainable=trainable)
+    pca = DiscretePCA(WIDTH, num_codes, num_levels, trainable=trainable)
     pca.fit(rows)
     return pca
 
 
-def draw_codes(ids: SemanticIds, num_rows: int) -> Tensor:
+def draw_codes(ids: PackedCodes, num_rows: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    most = ids.largest_digit
-    shape = num_rows, ids.num_digits
+    most = ids.largest_code
+    shape = num_rows, ids.num_codes
     return ids.pack(torch.randint(-most, most + 1, shape, generator=generator))
 
 
@@ -55,7 +55,7 @@ def assert_right(codes, targets, dtype, device, autocast=None, **options):
         WIDTH, 2, history_codes=codes, dtype=dtype, device=device, init="mha", **options
     )
     inputs = make_inputs(module, LENGTHS, device, dtype, targets=targets)
-    ids = codes if isinstance(codes, SemanticIds) else codes.ids
+    ids = codes if isinstance(codes, PackedCodes) else codes.packed_codes
     inputs["history"] = draw_codes(ids, sum(LENGTHS)).to(device)
     if module.history_basis is not None:
         inputs["history_mean"] = module.history_mean.detach()
@@ -94,7 +94,7 @@ def assert_right(codes, targets, dtype, device, autocast=None, **options):
 def test_is_attention_over_decoded_rows(basis, targets, dtype, device):
     if dtype not in supported_dtypes(device):
         pytest.skip(f"{dtype} is not computed on {device}")
-    codes = SemanticIds(20) if basis == "none" else fitted(trainable=basis == "learned")
+    codes = PackedCodes(20) if basis == "none" else fitted(trainable=basis == "learned")
     assert_right(codes, targets, dtype, device, age_bias=targets is None)
 
 
@@ -110,11 +110,11 @@ def test_scores_have_the_mean(score):
     pca = fitted()
     options = {"init": "mha", "recency_bias": False, "score": score}
     module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, **options)
-    packed, lengths = draw_codes(pca.ids, sum(LENGTHS)), torch.tensor(LENGTHS)
+    packed, lengths = draw_codes(pca.packed_codes, sum(LENGTHS)), torch.tensor(LENGTHS)
     target = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2))
     codes, exact = JaggedTensor(packed, lengths=lengths), copy.deepcopy(module).double()
     with torch.no_grad(), RoundingErrors(torch.float32) as errors:
-        rows = exact.history_mean + pca.ids.unpack(packed).double() @ exact.history_basis
+        rows = exact.history_mean + pca.packed_codes.unpack(packed).double() @ exact.history_basis
         expected = attend_by_formula(exact, target.double(), rows, codes.offsets())
         w_q, w_k, _ = exact.in_proj_weight.chunk(3)
         q = F.linear(target.double(), w_q, exact.in_proj_bias[:WIDTH]).repeat_interleave(lengths, 0)
@@ -133,7 +133,7 @@ def test_gradients_in_fp64(score):
     options = {"history_codes": pca, "init": "mha", "score": score, "dtype": torch.float64}
     module = JaggedTargetAttention(4, 2, recency_bias=False, **options)
     names, parameters = zip(*module.named_parameters(), strict=True)
-    history = JaggedTensor(draw_codes(pca.ids, 7), lengths=torch.tensor([4, 0, 3]))
+    history = JaggedTensor(draw_codes(pca.packed_codes, 7), lengths=torch.tensor([4, 0, 3]))
     target = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
     def attend_with(target, *values):
@@ -170,7 +170,7 @@ def test_copied_and_scripted(device):
     pca = fitted()
     module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, device=device)
     lengths = torch.tensor(LENGTHS, device=device)
-    history = JaggedTensor(draw_codes(pca.ids, sum(LENGTHS)).to(device), lengths=lengths)
+    history = JaggedTensor(draw_codes(pca.packed_codes, sum(LENGTHS)).to(device), lengths=lengths)
     target = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
     expected = module(target, history)
     for other in (copy.deepcopy(module), torch.jit.script(module)):
@@ -180,7 +180,7 @@ def test_copied_and_scripted(device):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"history_codes": 3}, TypeError, "history_codes must be a DiscretePCA, SemanticIds or No"),
+        ({"history_codes": 3}, TypeError, "history_codes must be a DiscretePCA, PackedCodes or No"),
         ({"history_dim": 8}, ValueError, "history_dim must be 16 as history_codes is, got 8"),
         ({"keys_and_values": "explicit"}, ValueError, "history_codes must go with keys_and_value"),
         ({"value_projection": False}, ValueError, "history_codes must go with .*projection=False"),
@@ -207,7 +207,7 @@ def test_wrong_codes_are_named(values, error, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_digits_are_attended_in_the_dtype_of_parameters(dtype, device):
+def test_codes_are_attended_in_the_dtype_of_parameters(dtype, device):
     module = JaggedTargetAttention(WIDTH, 2, history_codes=fitted(), dtype=dtype, device=device)
     history = JaggedTensor(
         torch.zeros(4, 4, dtype=torch.uint8, device=device), offsets=torch.tensor([0, 4]).to(device)
@@ -245,16 +245,16 @@ def make_features(words: Tensor, names: list[str], *, times: str | None = None):
     )
 
 
-@pytest.mark.parametrize(("num_digits", "names"), [(20, ["h"]), (60, ["h", "h_1"])])
+@pytest.mark.parametrize(("num_codes", "names"), [(20, ["h"]), (60, ["h", "h_1"])])
 @pytest.mark.parametrize("basis", ["none", "learned"])
-def test_collection_attends_codes(basis, num_digits, names):
-    codes = SemanticIds(num_digits) if basis == "none" else fitted(num_digits, trainable=True)
-    ids = codes if basis == "none" else codes.ids
-    width = num_digits if basis == "none" else WIDTH
+def test_collection_attends_codes(basis, num_codes, names):
+    codes = PackedCodes(num_codes) if basis == "none" else fitted(num_codes, trainable=True)
+    ids = codes if basis == "none" else codes.packed_codes
+    width = num_codes if basis == "none" else WIDTH
     config = TargetAttentionConfig("item", names, timestamps="t", history_codes=codes)
     collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
     packed = draw_codes(ids, sum(LENGTHS))
-    features = make_features(ids.to_words(packed), names, times="t")
+    features = make_features(ids.to_int64(packed), names, times="t")
     pooled = collection(features)
     assert pooled.keys() == ["item", "user", "h"]
     assert pooled.length_per_key() == [WIDTH, WIDTH, width]
@@ -272,8 +272,8 @@ def test_collection_attends_codes(basis, num_digits, names):
 
 def test_collection_cuts_codes():
     codes, names = fitted(60), ["h", "h_1"]
-    packed = draw_codes(codes.ids, sum(LENGTHS))
-    features = make_features(codes.ids.to_words(packed), names)
+    packed = draw_codes(codes.packed_codes, sum(LENGTHS))
+    features = make_features(codes.packed_codes.to_int64(packed), names)
     whole, cut = (
         TargetAttentionEmbeddingBagCollection(
             make_tables(),
@@ -299,8 +299,8 @@ def test_collection_weighs_codes_for_requests():
     collection = TargetAttentionEmbeddingBagCollection(
         make_tables(), config, is_weighted=True, candidates="jagged"
     )
-    packed, lengths = draw_codes(codes.ids, sum(LENGTHS)), torch.tensor(LENGTHS)
-    values = [torch.arange(7), torch.arange(5), *codes.ids.to_words(packed).unbind(1)]
+    packed, lengths = draw_codes(codes.packed_codes, sum(LENGTHS)), torch.tensor(LENGTHS)
+    values = [torch.arange(7), torch.arange(5), *codes.packed_codes.to_int64(packed).unbind(1)]
     weights = torch.rand(12 + 2 * sum(LENGTHS), generator=torch.Generator().manual_seed(3))
     features = KeyedJaggedTensor(
         keys=["item", "user", *names],
@@ -323,7 +323,9 @@ def test_dlrm_reads_what_codes_give():
     config = TargetAttentionConfig("item", "h", history_codes=codes)
     collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
     model = DLRM(collection, 4, [8, WIDTH], [8, 1])
-    features = make_features(codes.ids.to_words(draw_codes(codes.ids, sum(LENGTHS))), ["h"])
+    features = make_features(
+        codes.packed_codes.to_int64(draw_codes(codes.packed_codes, sum(LENGTHS))), ["h"]
+    )
     model(torch.zeros(5, 4), features).sum().backward()
     assert collection.pooling.attentions[0].out_proj.weight.grad.any()
 
@@ -332,14 +334,14 @@ def test_dlrm_reads_what_codes_give():
     ("change", "error", "message"),
     [
         ({"history": "user"}, ValueError, r"history must have no table .* got \['user'\] of table"),
-        ({"history": ["h", "h_1"]}, ValueError, "history must name a feature for each of the 1 wo"),
+        ({"history": ["h", "h_1"]}, ValueError, "history must name a feature for each of the 1 in"),
         (
             {"encoder": EncoderConfig()},
             ValueError,
             "encoder must be None with history_codes, got",
         ),
         ({"num_heads": 3}, ValueError, "num_heads must divide the 16 columns of history 'h', got"),
-        ({"history_codes": "pca"}, TypeError, "history_codes must be a DiscretePCA, SemanticIds"),
+        ({"history_codes": "pca"}, TypeError, "history_codes must be a DiscretePCA, PackedCodes"),
     ],
 )
 def test_wrong_configurations_are_named(change, error, message):
@@ -362,7 +364,7 @@ def test_wrong_features_are_named():
     codes = fitted()
     config = TargetAttentionConfig("item", "h", history_codes=codes)
     collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
-    words = codes.ids.to_words(draw_codes(codes.ids, sum(LENGTHS)))
+    words = codes.packed_codes.to_int64(draw_codes(codes.packed_codes, sum(LENGTHS)))
     with pytest.raises(ValueError, match=r"features must have the history_codes \['h'\], got"):
         collection(make_features(words, ["other"]))
     features = make_features(words[:, :0], [])

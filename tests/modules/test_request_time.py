@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs
 from tests.runs import assert_same_run
-from torchrec_jagged_attn import JaggedTargetAttention, SemanticIds
+from torchrec_jagged_attn import JaggedTargetAttention, PackedCodes
 from torchrec_jagged_attn.testing import assert_matches_oracle
 
 LENGTHS = [5, 0, 40, 1]
@@ -37,15 +37,15 @@ def test_right(targets, dtype, keys_and_values, device):
 
 
 def test_over_codes(device):
-    ids = SemanticIds(12, 3)
+    ids = PackedCodes(12, 3)
     module = JaggedTargetAttention(16, 2, age_bias=True, history_codes=ids).to(device)
     over_rows = JaggedTargetAttention(16, 2, age_bias=True, history_dim=12).to(device)
     nn.init.normal_(module.recency_bias.age_weight)
     over_rows.load_state_dict(module.state_dict())
-    digits = torch.randint(-1, 2, (sum(LENGTHS), 12)).to(device)
+    codes = torch.randint(-1, 2, (sum(LENGTHS), 12)).to(device)
     lengths, target = torch.tensor(LENGTHS, device=device), torch.randn(4, 16, device=device)
-    packed = JaggedTensor(ids.pack(digits), lengths=lengths)
-    expected = over_rows(target, JaggedTensor(digits.float(), lengths=lengths), **times_of(device))
+    packed = JaggedTensor(ids.pack(codes), lengths=lengths)
+    expected = over_rows(target, JaggedTensor(codes.float(), lengths=lengths), **times_of(device))
     actual = module(target, packed, **times_of(device))
     assert_same_run(actual, expected, num_terms=2 * 12 + 2 * 16)
 

@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
 from tests.fixtures import sync_debug_mode
-from torchrec_jagged_attn import DiscretePCA, SemanticIds, jagged_target_attention_over_ids
+from torchrec_jagged_attn import DiscretePCA, PackedCodes, jagged_target_attention_over_codes
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
@@ -20,7 +20,7 @@ LENGTHS = [30, 0, 3, 64, 1]
 
 
 def inputs_of(
-    lengths, device="cpu", dtype=torch.float32, *, num_levels=3, num_digits=12, width=16, **others
+    lengths, device="cpu", dtype=torch.float32, *, num_levels=3, num_codes=12, width=16, **others
 ):
     """Random inputs, with scores of a few units."""
     generator = torch.Generator().manual_seed(0)
@@ -30,30 +30,30 @@ def inputs_of(
     def draw(*shape):
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    shape = (int(lengths.sum()), num_digits)
-    digits = torch.randint(-most, most + 1, shape, generator=generator)
+    shape = (int(lengths.sum()), num_codes)
+    codes = torch.randint(-most, most + 1, shape, generator=generator)
     return {
         "query": draw(len(lengths), others.get("num_targets", 3), 2, width),
-        "packed": SemanticIds(num_digits, num_levels).pack(digits).to(device),
+        "packed": PackedCodes(num_codes, num_levels).pack(codes).to(device),
         "offsets": offsets_of(lengths, torch.int64, device),
         "mean": draw(width),
-        "basis": draw(num_digits, width) / (num_digits**0.5 * most),
+        "basis": draw(num_codes, width) / (num_codes**0.5 * most),
     }
 
 
 def assert_right(inputs, num_levels=3, **options):
-    def over_digits(query, packed, offsets, mean, basis, **others):
-        """Rows are products of digits and a one with the basis and the mean."""
-        digits = SemanticIds(len(basis), num_levels).unpack(packed)
-        rows = F.pad(digits.to(mean.dtype), (0, 1), value=1.0)
+    def over_unpacked(query, packed, offsets, mean, basis, **others):
+        """Rows are products of codes and a one with the basis and the mean."""
+        codes = PackedCodes(len(basis), num_levels).unpack(packed)
+        rows = F.pad(codes.to(mean.dtype), (0, 1), value=1.0)
         matrix = torch.cat([basis, mean.unsqueeze(0)])
         given = {**options, "scale": options.get("scale") or len(mean) ** -0.5}
         return target_attention_oracle(query @ matrix.T, rows, offsets, **others, **given) @ matrix
 
-    def over_ids(**inputs):
-        return jagged_target_attention_over_ids(**inputs, num_levels=num_levels, **options)
+    def over_codes(**inputs):
+        return jagged_target_attention_over_codes(**inputs, num_levels=num_levels, **options)
 
-    assert_matches_oracle(over_ids, over_digits, inputs)
+    assert_matches_oracle(over_codes, over_unpacked, inputs)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_decoded_rows(num_levels, score, dtype, num_targets, scale, device):
 @pytest.mark.reference
 @pytest.mark.parametrize("score", ["softmax", "silu"])
 def test_gradients_in_fp64(score):
-    inputs = inputs_of([3, 0, 2], dtype=torch.float64, num_digits=4, width=3)
+    inputs = inputs_of([3, 0, 2], dtype=torch.float64, num_codes=4, width=3)
     leaves = [inputs[name].requires_grad_() for name in ("query", "mean", "basis")]
 
     def call(query, mean, basis):
         given = {**inputs, "query": query, "mean": mean, "basis": basis}
-        return jagged_target_attention_over_ids(**given, score=score)
+        return jagged_target_attention_over_codes(**given, score=score)
 
     assert torch.autograd.gradcheck(call, leaves)
 
 
-@pytest.mark.parametrize("num_digits", [1, 5, 40, 100])
-def test_more_or_fewer_digits_than_columns(num_digits, device):
-    assert_right(inputs_of(LENGTHS, device, num_digits=num_digits, width=24))
+@pytest.mark.parametrize("num_codes", [1, 5, 40, 100])
+def test_more_or_fewer_codes_than_columns(num_codes, device):
+    assert_right(inputs_of(LENGTHS, device, num_codes=num_codes, width=24))
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [1], [0, 70, 1, 0]], ids=str)
@@ -101,8 +101,8 @@ def test_autocast_casts_all_operands(device):
     inputs = inputs_of(LENGTHS, device, torch.float32)
     cast = {key: x.half() if x.is_floating_point() else x for key, x in inputs.items()}
     with torch.autocast(device.type, torch.float16):
-        out = jagged_target_attention_over_ids(**inputs | {"query": cast["query"]})
-    assert torch.equal(out, jagged_target_attention_over_ids(**cast))
+        out = jagged_target_attention_over_codes(**inputs | {"query": cast["query"]})
+    assert torch.equal(out, jagged_target_attention_over_codes(**cast))
 
 
 def test_biases_and_jagged_queries(device):
@@ -118,7 +118,7 @@ def test_rows_without_a_weight_give_zeros(device):
     """Not the mean, which no weight multiplies: of empty histories, and of prior weights."""
     inputs = inputs_of([3, 0, 2], device)
     inputs["prior_weights"] = torch.tensor([0.0, 0, 0, 1, 2], device=device)
-    out = jagged_target_attention_over_ids(**inputs)
+    out = jagged_target_attention_over_codes(**inputs)
     assert not out[:2].any()
     assert out[2].any()
     assert_right(inputs)
@@ -132,11 +132,11 @@ def test_a_history_of_ids_as_a_jagged_tensor(device):
     pca.fit(table)
     items = torch.randint(50, (9,), generator=generator).to(device)
     lengths = torch.tensor([4, 0, 5], device=device)
-    history = JaggedTensor(pca.ids.pack(pca.encode(table))[items], lengths=lengths)
+    history = JaggedTensor(pca.packed_codes.pack(pca.encode(table))[items], lengths=lengths)
     query = torch.randn(3, 1, 8, generator=generator).to(device)
     inputs = {"query": query, "mean": pca.mean.data, "basis": pca.basis.data}
     assert_right(inputs | {"packed": history.values(), "offsets": history.offsets()})
-    out = jagged_target_attention_over_ids(
+    out = jagged_target_attention_over_codes(
         query, history.values(), history.offsets(), pca.mean, pca.basis
     )
     out.sum().backward()
@@ -148,12 +148,12 @@ def test_compiled_once_for_changing_lengths(device):
     torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(
-        jagged_target_attention_over_ids, backend=counter, fullgraph=True, dynamic=True
+        jagged_target_attention_over_codes, backend=counter, fullgraph=True, dynamic=True
     )
     # No two sizes are alike in the first, or they would be taken for one.
     for lengths in ([3, 4, 1, 0, 5], [9, 0, 2, 5], [2, 30, 1, 5, 8, 8]):
         inputs = inputs_of(lengths, device, num_targets=9)
-        expected = jagged_target_attention_over_ids(**inputs)
+        expected = jagged_target_attention_over_codes(**inputs)
         torch.testing.assert_close(compiled(**inputs), expected, rtol=0, atol=0)
     assert counter.frame_count == 1
 
@@ -161,9 +161,9 @@ def test_compiled_once_for_changing_lengths(device):
 @pytest.mark.gpu
 def test_never_waits_for_the_device():
     inputs = inputs_of([30, 0, 700], "cuda")
-    jagged_target_attention_over_ids(**inputs)
+    jagged_target_attention_over_codes(**inputs)
     with sync_debug_mode("error"):
-        jagged_target_attention_over_ids(**inputs)
+        jagged_target_attention_over_codes(**inputs)
 
 
 @pytest.mark.parametrize(
@@ -186,4 +186,4 @@ def test_never_waits_for_the_device():
 )
 def test_wrong_arguments_are_named(change, error, message):
     with pytest.raises(error, match=message):
-        jagged_target_attention_over_ids(**(inputs_of(LENGTHS) | change))
+        jagged_target_attention_over_codes(**(inputs_of(LENGTHS) | change))

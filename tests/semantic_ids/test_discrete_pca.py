@@ -1,4 +1,4 @@
-"""Rows come back from their digits as nearly as the formulas have it."""
+"""Rows come back from their codes as nearly as the formulas have it."""
 
 import copy
 import itertools
@@ -34,19 +34,17 @@ def error_of(pca, rows):
 
 def assert_error(pca, rows, error, dtype=torch.float64, factor=1.0):
     """``error`` is the mean squared one of ``rows``, of a module for ``factor``, a power of two."""
-    digits = pca.encode(rows * factor).double()
+    codes = pca.encode(rows * factor).double()
     mean, basis = (x.double() / factor for x in (pca.mean, pca.basis))
     with RoundingErrors(dtype) as errors:
-        left = rows.double() - (mean + digits @ basis)
+        left = rows.double() - (mean + codes @ basis)
         expected = left.square().sum(1).mean()
     of_squares = errors.bound(left, dtype).square().sum(1).mean()  # where little is left
     assert abs(error / factor**2 - expected) <= errors.bound(expected, torch.float64) + of_squares
 
 
-def fitted(rows, num_digits, num_levels=3, **options):
-    pca = DiscretePCA(
-        rows.shape[1], num_digits, num_levels, dtype=torch.float64, device=rows.device
-    )
+def fitted(rows, num_codes, num_levels=3, **options):
+    pca = DiscretePCA(rows.shape[1], num_codes, num_levels, dtype=torch.float64, device=rows.device)
     return pca, pca.fit(rows, **options)
 
 
@@ -61,9 +59,9 @@ def test_error_falls_and_is_that_of_the_module(device):
 
 @settings(max_examples=25)
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 20), st.sampled_from([3, 5, 9]))
-def test_error_never_rises(num_rows, dim, num_digits, num_levels):
+def test_error_never_rises(num_rows, dim, num_codes, num_levels):
     rows = draw_rows(num_rows, dim)
-    pca, errors = fitted(rows, num_digits, num_levels, tolerance=0)
+    pca, errors = fitted(rows, num_codes, num_levels, tolerance=0)
     assert all(later < earlier for earlier, later in itertools.pairwise(errors))
     assert_error(pca, rows, errors[-1])
 
@@ -78,7 +76,7 @@ def test_steps_end_by_the_tolerance(tolerance):
     assert fitted(rows, 12, tolerance=tolerance, max_steps=0)[1] == errors[:1]
 
 
-def test_more_digits_and_more_levels_leave_less():
+def test_more_codes_and_more_levels_leave_less():
     rows = draw_rows(1000, 8)
     for family in ([(n, 3) for n in (2, 8, 16, 40)], [(8, levels) for levels in (3, 5, 9, 31)]):
         errors = [fitted(rows, *size)[1][-1] for size in family]
@@ -90,32 +88,32 @@ def test_the_greedy_choice_is_the_formula():
     pca, _ = fitted(rows, 9, 5)
     pca.num_sweeps = 0
     residual = rows - pca.mean
-    digits = []
+    codes = []
     for b in pca.basis:
         scale = b.norm()
-        digits.append((residual @ (b / scale) / scale).round().clamp(-2, 2))
-        residual = residual - torch.outer(digits[-1], b)
-    assert torch.equal(pca.encode(rows), torch.stack(digits, 1).to(torch.int8))
+        codes.append((residual @ (b / scale) / scale).round().clamp(-2, 2))
+        residual = residual - torch.outer(codes[-1], b)
+    assert torch.equal(pca.encode(rows), torch.stack(codes, 1).to(torch.int8))
 
 
-def test_no_other_value_of_a_digit_is_nearer_after_sweeps():
+def test_no_other_value_of_a_code_is_nearer_after_sweeps():
     rows = draw_rows(100, 6)
     pca, _ = fitted(rows, 9)
     before = error_of(pca, rows)
     pca.num_sweeps = 50
-    digits = pca.encode(rows)
+    codes = pca.encode(rows)
     assert error_of(pca, rows) <= before
     with RoundingErrors(torch.float64) as errors:
-        best = (rows - (pca.mean + digits.double() @ pca.basis)).square().sum(1)
+        best = (rows - (pca.mean + codes.double() @ pca.basis)).square().sum(1)
     least = best - 2 * errors.bound(best, torch.float64)  # of both
     for place, value in itertools.product(range(9), (-1, 0, 1)):
-        other = digits.clone()
+        other = codes.clone()
         other[:, place] = value
         assert torch.all((rows - pca.decode(other)).square().sum(1) >= least)
 
 
 def test_directions_are_those_of_pca(device):
-    """Before least squares, where no direction has several digits."""
+    """Before least squares, where no direction has several codes."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2000, 5, generator=generator).double() * torch.arange(5, 2.5, -0.5)
     rows = (rows @ torch.linalg.qr(torch.randn(5, 5, generator=generator).double()).Q).to(device)
@@ -143,8 +141,8 @@ def test_the_scale_is_best(draw, num_levels):
     half = num_levels // 2
 
     def error(scale):
-        digits = (sizes / scale).round().clamp(-half, half)
-        return (counts * (sizes - scale * digits).square()).sum().item()
+        codes = (sizes / scale).round().clamp(-half, half)
+        return (counts * (sizes - scale * codes).square()).sum().item()
 
     scale, part = discrete_pca._best_scale(sizes, counts, half)
     with RoundingErrors(torch.float64) as errors:
@@ -170,7 +168,7 @@ def test_histograms_count_all_rows(device):
     rows = draw_rows(300, 4, device)
     rows[7] = rows[8]
     data = discrete_pca._Rows(rows, 4, device)
-    model = discrete_pca._Model(data.mean, rows.new_zeros(0, 4), DiscretePCA(4, 1).ids)
+    model = discrete_pca._Model(data.mean, rows.new_zeros(0, 4), DiscretePCA(4, 1).packed_codes)
     tops = data.covariance.diag().sqrt()
     axes = torch.eye(4, dtype=rows.dtype, device=device)
     counts = data.histograms(model, 0, axes, tops)
@@ -221,15 +219,15 @@ def test_rows_of_any_scale(factor):
 @pytest.mark.parametrize("exponent", [-30, -23, -18, 18, 20, 30])
 @pytest.mark.parametrize("num_levels", [3, 7])
 def test_rows_of_any_scale_in_fp32(exponent, num_levels, device):
-    """By a power of two the digits are the same, those of directions that hardly matter too."""
+    """By a power of two the codes are the same, those of directions that hardly matter too."""
     rows = draw_rows(300, 5, device, torch.float32) - 3
     factor = 2.0 ** round(exponent * math.log2(10))
     pca, scaled = (DiscretePCA(5, 12, num_levels, device=device) for _ in range(2))
     pca.fit(rows)
     errors = scaled.fit(rows * factor)
-    digits = scaled.encode(rows * factor)
-    assert torch.equal(digits, pca.encode(rows))
-    assert (digits != 0).any(0).all()
+    codes = scaled.encode(rows * factor)
+    assert torch.equal(codes, pca.encode(rows))
+    assert (codes != 0).any(0).all()
     assert_error(scaled, rows, errors[-1], torch.float32, factor)
 
 
@@ -237,8 +235,8 @@ def test_directions_of_very_different_scales():
     """As no fit finds them, but training may."""
     pca = DiscretePCA(2, 2)
     pca.basis.copy_(torch.tensor([[1e30, 0], [0, 1e-30]]))
-    digits = torch.tensor([[1, -1], [0, 1], [-1, 0]], dtype=torch.int8)
-    assert torch.equal(pca.encode(pca.decode(digits)), digits)
+    codes = torch.tensor([[1, -1], [0, 1], [-1, 0]], dtype=torch.int8)
+    assert torch.equal(pca.encode(pca.decode(codes)), codes)
 
 
 def test_without_a_fit_nothing_is_encoded_or_decoded():
@@ -258,7 +256,7 @@ def test_without_a_fit_nothing_is_encoded_or_decoded():
 
 def test_shapes_on_the_meta_device():
     pca = DiscretePCA(4, 6, device="meta")
-    rows = pca(torch.zeros(3, pca.ids.num_bytes, dtype=torch.uint8, device="meta"))
+    rows = pca(torch.zeros(3, pca.packed_codes.num_bytes, dtype=torch.uint8, device="meta"))
     assert (rows.shape, rows.device.type) == ((3, 4), "meta")
     assert pca.encode(rows).shape == (3, 6)
 
@@ -274,9 +272,9 @@ def test_the_default_device_changes_nothing():
 
 def test_numbers_of_numpy():
     pca = DiscretePCA(np.int64(4), np.uint8(200), np.uint8(5), num_sweeps=np.int32(2))
-    assert (pca.embed_dim, pca.ids.num_bytes, pca.num_sweeps) == (4, 67, 2)
+    assert (pca.embed_dim, pca.packed_codes.num_bytes, pca.num_sweeps) == (4, 67, 2)
     pca.fit(torch.eye(4), tolerance=np.float32(0.1), max_steps=np.int64(3))
-    assert pca(pca.ids.pack(pca.encode(torch.eye(4)))).shape == (4, 4)
+    assert pca(pca.packed_codes.pack(pca.encode(torch.eye(4)))).shape == (4, 4)
 
 
 def test_fits_are_repeatable(device):
@@ -285,12 +283,12 @@ def test_fits_are_repeatable(device):
     assert first.fit(rows) == again.fit(rows)
     for name in STATISTICS:
         assert torch.equal(getattr(first, name), getattr(again, name)), name
-    digits = first.encode(rows)
-    assert torch.equal(again.encode(rows), digits)
-    assert digits.dtype == torch.int8
+    codes = first.encode(rows)
+    assert torch.equal(again.encode(rows), codes)
+    assert codes.dtype == torch.int8
 
 
-def test_constant_columns_and_fewer_dimensions_than_digits(device):
+def test_constant_columns_and_fewer_dimensions_than_codes(device):
     rows = draw_rows(200, 6, device)
     rows[:, 2] = 5
     rows[:, 4] = rows[:, 0] - rows[:, 1]
@@ -301,7 +299,7 @@ def test_constant_columns_and_fewer_dimensions_than_digits(device):
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
-def test_fewer_rows_than_digits(num_rows, device):
+def test_fewer_rows_than_codes(num_rows, device):
     rows = draw_rows(num_rows, 6, device)
     pca, _ = fitted(rows, 20)
     error = (pca.decode(pca.encode(rows)) - rows).abs()
@@ -317,7 +315,7 @@ def test_rows_that_are_all_alike(value, device):
     assert torch.equal(pca.decode(pca.encode(rows)), rows)
 
 
-def test_a_row_far_from_all_others_takes_one_digit():
+def test_a_row_far_from_all_others_takes_one_code():
     rows = torch.cat([draw_rows(1000, 3), torch.zeros(1000, 1)], 1)
     rows[777] = torch.tensor([0.0, 0, 0, 1e6])
     pca, errors = fitted(rows, 12)
@@ -329,20 +327,20 @@ def test_a_row_far_from_all_others_takes_one_digit():
 def test_no_row_to_encode(device):
     pca = DiscretePCA(4, 3, device=device)
     pca.fit(torch.eye(4, device=device))
-    digits = pca.encode(torch.empty(0, 4, device=device))
-    assert digits.shape == (0, 3)
-    assert pca.decode(digits).shape == (0, 4)
+    codes = pca.encode(torch.empty(0, 4, device=device))
+    assert codes.shape == (0, 3)
+    assert pca.decode(codes).shape == (0, 4)
 
 
 def test_autocast_changes_nothing(device):
     rows = draw_rows(200, 8, device, torch.float32)
     pca = DiscretePCA(8, 8, device=device, dtype=torch.float32)
     pca.fit(rows)
-    digits = pca.encode(rows)
-    decoded = pca.decode(digits)
+    codes = pca.encode(rows)
+    decoded = pca.decode(codes)
     with torch.autocast(device.type, torch.bfloat16):
-        assert torch.equal(pca.encode(rows), digits)
-        assert torch.equal(pca.decode(digits), decoded)
+        assert torch.equal(pca.encode(rows), codes)
+        assert torch.equal(pca.decode(codes), decoded)
 
 
 def test_rows_are_encoded_alone(device):
@@ -353,7 +351,7 @@ def test_rows_are_encoded_alone(device):
         assert torch.equal(
             pca.encode(rows), torch.cat([pca.encode(part) for part in rows.split(64)])
         )
-    packed = pca.ids.pack(pca.encode(rows))
+    packed = pca.packed_codes.pack(pca.encode(rows))
     assert packed.shape == (300, 2)
     assert torch.equal(pca(packed), pca.decode(pca.encode(rows)))
 
@@ -378,14 +376,14 @@ def test_states_move(trainable, device):
     assert len(list(pca.parameters())) == 2 * trainable
     assert len(list(pca.buffers())) == 2 * (not trainable)
     assert torch.equal(copy.deepcopy(pca).basis, pca.basis)
-    assert "num_digits=9" in repr(pca)
+    assert "num_codes=9" in repr(pca)
 
 
 def test_exported_with_any_number_of_rows(device):
     rows = draw_rows(50, 6, device, torch.float32)
     pca = DiscretePCA(6, 9, device=device)
     pca.fit(rows)
-    packed = pca.ids.pack(pca.encode(rows))
+    packed = pca.packed_codes.pack(pca.encode(rows))
     shapes = {"packed": {0: torch.export.Dim("N")}}
     exported = torch.export.export(pca, (packed,), dynamic_shapes=shapes).module()
     for num_rows in (1, 7, 50):
@@ -395,10 +393,10 @@ def test_exported_with_any_number_of_rows(device):
 def test_gradients_of_decoding():
     pca = DiscretePCA(3, 4, trainable=True, dtype=torch.float64)
     pca.fit(draw_rows(50, 3))
-    digits = pca.encode(draw_rows(50, 3))
-    pca.decode(digits).sum().backward()
+    codes = pca.encode(draw_rows(50, 3))
+    pca.decode(codes).sum().backward()
     assert torch.equal(pca.mean.grad, torch.full((3,), 50.0).double())
-    assert torch.equal(pca.basis.grad, digits.double().sum(0).unsqueeze(1).expand(4, 3))
+    assert torch.equal(pca.basis.grad, codes.double().sum(0).unsqueeze(1).expand(4, 3))
 
 
 @pytest.mark.parametrize(
@@ -406,7 +404,7 @@ def test_gradients_of_decoding():
     [
         ({"embed_dim": 0}, ValueError, "embed_dim must be at least 1, got 0"),
         ({"embed_dim": 4.0}, TypeError, r"embed_dim must be an int, got 4\.0"),
-        ({"num_digits": 0}, ValueError, "num_digits must be at least 1, got 0"),
+        ({"num_codes": 0}, ValueError, "num_codes must be at least 1, got 0"),
         ({"num_levels": 2}, ValueError, "num_levels must be odd and 3 to 255, got 2"),
         ({"trainable": "no"}, TypeError, "trainable must be a bool, got 'no'"),
         ({"num_sweeps": -1}, ValueError, "num_sweeps must be at least 0, got -1"),
@@ -415,7 +413,7 @@ def test_gradients_of_decoding():
 )
 def test_wrong_modules_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
-        DiscretePCA(**({"embed_dim": 4, "num_digits": 3} | arguments))
+        DiscretePCA(**({"embed_dim": 4, "num_codes": 3} | arguments))
 
 
 class Shrinking:
@@ -481,8 +479,8 @@ def test_wrong_rows_are_named_and_change_nothing(rows, options, error, message):
     [
         ("encode", torch.ones(2, 3), ValueError, r"rows must have shape \[N, D\]"),
         ("encode", torch.full((1, 4), torch.inf), ValueError, "rows must be finite"),
-        ("decode", torch.ones(2, 3), TypeError, "digits must be integers, got torch.float32"),
-        ("decode", torch.full((1, 3), 2), ValueError, "digits must be -1 to 1, got 2 to 2"),
+        ("decode", torch.ones(2, 3), TypeError, "codes must be integers, got torch.float32"),
+        ("decode", torch.full((1, 3), 2), ValueError, "codes must be -1 to 1, got 2 to 2"),
     ],
 )
 def test_wrong_values_are_named(method, value, error, message):

@@ -1,4 +1,4 @@
-"""``VQFusion`` learns digits of several embeddings and labels together."""
+"""``VQFusion`` learns codes of several embeddings and labels together."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CLASSES = {"kind": 4}
 
 def make_fusion(device="cpu", **options):
     torch.manual_seed(0)
-    sizes = {"latent_dim": 8, "num_digits": 20, "hidden_dim": 32}
+    sizes = {"latent_dim": 8, "num_codes": 20, "hidden_dim": 32}
     return VQFusion(WIDTHS, CLASSES, device=device, **sizes | options)
 
 
@@ -37,8 +37,8 @@ def train(fusion, steps, **options):
         optimizer.step()
 
 
-def test_learns_what_digits_cannot_know_untrained(device):
-    """Losses of rows that were never seen fall, before digits, and once more with these."""
+def test_learns_what_codes_cannot_know_untrained(device):
+    """Losses of rows that were never seen fall, before codes, and once more with these."""
     fusion = make_fusion(device)
     others = make_rows(500, device, seed=10**6)
     untrained = fusion(*others, quantize=False).losses
@@ -50,9 +50,9 @@ def test_learns_what_digits_cannot_know_untrained(device):
     for name in (*WIDTHS, *CLASSES):
         assert trained[name] < 0.7 * untrained[name], name
     assert sum(trained.values()) < sum(fitted.values())
-    digits = fusion.encode(others[0])
-    assert digits.dtype == torch.int8
-    rows = fusion.pca.decode(digits)
+    codes = fusion.encode(others[0])
+    assert codes.dtype == torch.int8
+    rows = fusion.pca.decode(codes)
     told = fusion.heads[0](rows).argmax(1)
     assert (told == others[1]["kind"]).float().mean() > 0.9
 
@@ -63,8 +63,8 @@ def test_gradients_pass_straight_through():
     rows, labels = make_rows(50)
     fusion.fit([rows])
     latents = fusion._latents(rows).detach()
-    digits = fusion.pca.encode(latents)
-    decoded = fusion.pca.decode(digits).detach().requires_grad_()
+    codes = fusion.pca.encode(latents)
+    decoded = fusion.pca.decode(codes).detach().requires_grad_()
     losses = [
         1 - F.cosine_similarity(decoder(decoded), rows[name]).mean()
         for name, decoder in zip(WIDTHS, fusion.decoders, strict=True)
@@ -81,9 +81,9 @@ def test_gradients_pass_straight_through():
     fusion.encoder.register_forward_hook(watch)
     fused = fusion(rows, labels)
     fused.loss.backward()
-    assert torch.equal(fused.digits, digits)
+    assert torch.equal(fused.codes, codes)
     assert_same_run(seen[0], expected, num_terms=100)
-    of_basis = digits.float().T @ through
+    of_basis = codes.float().T @ through
     assert_same_run(fusion.pca.basis.grad, of_basis, num_terms=100)
     assert_same_run(fusion.pca.mean.grad, through.sum(0), num_terms=100)
 
@@ -96,13 +96,13 @@ def test_losses_and_weights():
     mse = F.mse_loss(made, rows["image"])
     assert_same_run(fused.losses["image"], mse, num_terms=100)
     assert_same_run(fused.loss, mse + 2 * fused.losses["kind"], num_terms=100)
-    assert fused.digits is None
+    assert fused.codes is None
     longer = {"text": 3 * rows["text"], "image": rows["image"]}
     assert_same_run(fusion._latents(longer), fusion._latents(rows), num_terms=100)
 
 
 def test_without_labels_and_of_no_row():
-    fusion = VQFusion({"text": 12}, latent_dim=4, num_digits=5)
+    fusion = VQFusion({"text": 12}, latent_dim=4, num_codes=5)
     fusion.fit([{"text": torch.eye(12)}])
     assert fusion.encode({"text": torch.zeros(0, 12)}).shape == (0, 5)
     assert set(fusion({"text": torch.ones(3, 12)}).losses) == {"text", "commitment"}
@@ -122,7 +122,7 @@ def test_state_comes_back():
     rows, _ = make_rows(60)
     fusion = make_fusion()
     fusion.fit([rows])
-    other = VQFusion(WIDTHS, CLASSES, latent_dim=8, num_digits=20, hidden_dim=32)
+    other = VQFusion(WIDTHS, CLASSES, latent_dim=8, num_codes=20, hidden_dim=32)
     other.load_state_dict(fusion.state_dict())
     assert torch.equal(other.encode(rows), fusion.encode(rows))
 
@@ -181,7 +181,7 @@ def test_cosines_of_any_scale(factor):
     ],
 )
 def test_wrong_options_are_named(change, error, message):
-    options = {"embeddings": {"text": 12}, "labels": {"kind": 3}, "latent_dim": 4, "num_digits": 5}
+    options = {"embeddings": {"text": 12}, "labels": {"kind": 3}, "latent_dim": 4, "num_codes": 5}
     with pytest.raises(error, match=message):
         VQFusion(**(options | change))
 

@@ -58,9 +58,9 @@ def test_rows_of_all_ranks_are_fitted_together(tmp_path: Path, backend: str):
 
 
 def train_fusion(device):
-    """Digits and losses after a warm-up, a fit and a step with digits, under DDP."""
+    """Codes and losses after a warm-up, a fit and a step with codes, under DDP."""
     torch.manual_seed(dist.get_rank())
-    fusion = VQFusion({"text": 6}, {"kind": 3}, latent_dim=4, num_digits=8, device=device)
+    fusion = VQFusion({"text": 6}, {"kind": 3}, latent_dim=4, num_codes=8, device=device)
     on_gpu = None if device.type == "cpu" else [device.index]
     ddp = DistributedDataParallel(fusion, device_ids=on_gpu)
     batches = [{"text": torch.randn(16, 6, device=device)} for _ in range(3)]
@@ -81,7 +81,7 @@ def train_fusion(device):
     return basis, fusion.encode({"text": rows}), losses
 
 
-def test_fusion_trains_and_has_the_same_digits_on_all_ranks(tmp_path: Path, backend: str):
+def test_fusion_trains_and_has_the_same_codes_on_all_ranks(tmp_path: Path, backend: str):
     first, second = run_ranks(train_fusion, tmp_path, backend, ranks=2)
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])

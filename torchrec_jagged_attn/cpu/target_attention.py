@@ -12,7 +12,7 @@ from torchrec_jagged_attn.arguments import (
     TargetOutputs,
 )
 from torchrec_jagged_attn.cpu import attention
-from torchrec_jagged_attn.cpu.digits import rows_of_digits
+from torchrec_jagged_attn.cpu.codes import rows_of_codes
 
 __all__ = ["backward", "forward"]
 
@@ -44,7 +44,7 @@ def backward(
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
     Those of the bias and of the history are made whether they are asked for or not; but that of
-    rows of digits is ``None``.
+    rows of codes is ``None``.
     """
     # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     query = args.query.to(attention.compute_dtype(args.query))
@@ -77,10 +77,10 @@ def _additions(args: TargetArguments) -> attention.Additions:
 
 
 def _rows_of(args: TargetArguments) -> Tensor:
-    """The rows of the history; those of digits are made of their bytes."""
+    """The rows of the history; those of codes are made of their bytes."""
     if not args.num_levels:
         return args.history
-    return rows_of_digits(args.history, args.query.shape[-1], args.num_levels, args.query.dtype)
+    return rows_of_codes(args.history, args.query.shape[-1], args.num_levels, args.query.dtype)
 
 
 def _over_rows(args: TargetArguments, query: Tensor, rows: Tensor) -> FlashArguments:

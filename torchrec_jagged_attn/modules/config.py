@@ -9,10 +9,10 @@ from typing import Literal
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_jagged_attn.checks import check_bool, check_int, check_score, check_window
-from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, ids_of_codes
+from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, packed_codes_of
 from torchrec_jagged_attn.ops.dropout import drops_of
-from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
+from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
 __all__ = [
     "EncoderConfig",
@@ -110,11 +110,11 @@ class TargetAttentionConfig:
             attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
         dropout: while training, the probability that a weight of an attention is set to zero, of
             encoder layers, too; as in :class:`JaggedTargetAttention`.
-        history_codes: how the history comes packed in digits, if it does, as in
+        history_codes: how the history comes packed in codes, if it does, as in
             :class:`JaggedTargetAttention`: a :class:`DiscretePCA`, fitted, whose basis is fixed or,
-            if it is trainable, learned further; or :class:`SemanticIds`, whose digits are the rows.
+            if it is trainable, learned further; or :class:`PackedCodes`, whose codes are the rows.
             The history then needs no table and no lookup: its values are int64 of
-            :meth:`SemanticIds.to_words`, and it has a feature for each word. They are put out under
+            :meth:`PackedCodes.to_int64`, a feature for each column. They are put out under
             the key of the first, after those of tables. ``embedding_bag_configs`` of the collection
             has it, too, as if a table of one row had it: a DLRM finds it. Needs ``encoder=None``.
         max_history: ``K``, to keep only the newest ``K`` rows of each history, with their
@@ -144,7 +144,7 @@ class TargetAttentionConfig:
     row_dropout: float = 0.0
     max_history: int | None = None
     dropout: float = 0.0
-    history_codes: DiscretePCA | SemanticIds | None = None
+    history_codes: DiscretePCA | PackedCodes | None = None
     request_time: str | None = None
 
     def __post_init__(self) -> None:
@@ -182,10 +182,10 @@ class TargetAttentionConfig:
             )
         if self.history_codes is not None:
             check_codes(self.history_codes, None)
-            num_words = ids_of_codes(self.history_codes).num_words
-            if len(self.histories) != num_words:
+            num_int64 = packed_codes_of(self.history_codes).num_int64
+            if len(self.histories) != num_int64:
                 raise ValueError(
-                    f"history must name a feature for each of the {num_words} words of "
+                    f"history must name a feature for each of the {num_int64} int64 values of "
                     f"history_codes, got {self.history!r}"
                 )
             if self.encoder is not None:

@@ -26,7 +26,7 @@ from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 from torchrec_jagged_attn.modules.target_attention_arguments import (
     check_codes,
     check_target_heads,
-    ids_of_codes,
+    packed_codes_of,
 )
 
 __all__ = ["TargetAttentionPooling"]
@@ -383,7 +383,7 @@ def _attention(
     else:
         features, keys = config.histories, config.histories[:1]
         width = check_codes(config.history_codes, None)
-        num_bytes = ids_of_codes(config.history_codes).num_bytes
+        num_bytes = packed_codes_of(config.history_codes).num_bytes
     encoder_heads = config.num_heads
     if encoder_heads is None:
         encoder_heads = min(4, check_target_heads(None, width))

@@ -31,19 +31,19 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     check_inputs,
     check_over_codes,
     check_target_heads,
-    ids_of_codes,
+    packed_codes_of,
 )
 from torchrec_jagged_attn.ops.attention_weights import attention_weights
 from torchrec_jagged_attn.ops.autocast import autocast_dtype, autocast_off
-from torchrec_jagged_attn.ops.digits import unpack_digits
+from torchrec_jagged_attn.ops.codes import unpack_codes
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
     is_explicit,
     multi_head_target_attention,
 )
-from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
+from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
 __all__ = ["JaggedTargetAttention"]
 
@@ -101,11 +101,11 @@ class JaggedTargetAttention(nn.Module):
             ``bias``, ``in_proj_bias`` ``[E]`` of queries alone: a bias of keys changes nothing.
             ``None``, the default, projects where it has to: where ``D`` is not ``E``, with
             ``init="mha"`` or ``history_codes``.
-        history_codes: how the history is packed in digits, if it is: its values are then ``[N,
-            num_bytes]`` uint8, of :class:`SemanticIds`. Rows are what a :class:`DiscretePCA` would
+        history_codes: how the history is packed in codes, if it is: its values are then ``[N,
+            num_bytes]`` uint8, of :class:`PackedCodes`. Rows are what a :class:`DiscretePCA` would
             decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like keys and
             values. They are copied, as parameters if they are trainable there, else as buffers.
-            Or, with :class:`SemanticIds` alone, rows are the digits themselves, ``D`` of them. Keys
+            Or, with :class:`PackedCodes` alone, rows are the codes themselves, ``D`` of them. Keys
             and values are absorbed, and values projected.
         row_dropout: while training, the probability that a row of the history is left out, for all
             targets and heads. See :func:`jagged_target_attention`.
@@ -153,7 +153,7 @@ class JaggedTargetAttention(nn.Module):
         value_projection: bool | None = None,
         row_dropout: float = 0.0,
         dropout: float = 0.0,
-        history_codes: DiscretePCA | SemanticIds | None = None,
+        history_codes: DiscretePCA | PackedCodes | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -216,10 +216,10 @@ class JaggedTargetAttention(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self._num_levels = self._num_digits = 0
+        self._num_levels = self._num_codes = 0
         if history_codes is not None:
-            ids = ids_of_codes(history_codes)
-            self._num_levels, self._num_digits = ids.num_levels, ids.num_digits
+            ids = packed_codes_of(history_codes)
+            self._num_levels, self._num_codes = ids.num_levels, ids.num_codes
         self._codes: dict[str, Tensor] = {}  # as they were given
         for name in ("mean", "basis"):
             given = getattr(history_codes, name, None)
@@ -380,7 +380,7 @@ class JaggedTargetAttention(nn.Module):
         return Options(
             target_dim=self.target_dim,
             history_dim=self.history_dim,
-            num_digits=self._num_digits,
+            num_codes=self._num_codes,
             num_levels=self._num_levels,
             num_heads=self.num_heads,
             keys_and_values=self.keys_and_values,
@@ -447,10 +447,10 @@ class JaggedTargetAttention(nn.Module):
         else:
             w_q, w_k = self.q_proj_weight, self.k_proj_weight
         if self._num_levels:
-            check_packed_values(rows, "history.values()", self._num_digits, self._num_levels)
+            check_packed_values(rows, "history.values()", self._num_codes, self._num_levels)
             has_constant = self.score != "softmax"
-            w_k = _over_digits(w_k, self.history_basis, self.history_mean, has_constant)
-            rows = unpack_digits(rows, self._num_digits, self._num_levels)
+            w_k = _over_codes(w_k, self.history_basis, self.history_mean, has_constant)
+            rows = unpack_codes(rows, self._num_codes, self._num_levels)
             rows = F.pad(rows.to(w_k.dtype), (0, 1), value=1.0)
         dtype = torch.promote_types(rows.dtype, torch.float32)
         if self.in_proj_bias is not None:
@@ -478,7 +478,7 @@ class JaggedTargetAttention(nn.Module):
             f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
             f"dropout={self.dropout}"
             + (
-                f", num_digits={self._num_digits}, num_levels={self._num_levels}, "
+                f", num_codes={self._num_codes}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
                 if self._num_levels
                 else ""
@@ -533,8 +533,8 @@ def _attend(
         if k_weight is None or v_weight is None:
             q_weight, k_weight, v_weight = q_weight.chunk(3)
         basis, mean = learned.history_basis, learned.history_mean
-        k_weight = _over_digits(k_weight, basis, mean, options.score != "softmax")
-        v_weight = _over_digits(v_weight, basis, mean, True)
+        k_weight = _over_codes(k_weight, basis, mean, options.score != "softmax")
+        v_weight = _over_codes(v_weight, basis, mean, True)
     inputs = (
         query,
         rows,
@@ -580,10 +580,10 @@ def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
     return of_copy._replace(history=args.history.index_select(0, args.indices))
 
 
-def _over_digits(
+def _over_codes(
     weight: Tensor, basis: Tensor | None, mean: Tensor | None, has_constant: bool
 ) -> Tensor:
-    """``[E, L + 1]``: what ``weight`` ``[E, D]`` of rows makes of their digits and the one.
+    """``[E, L + 1]``: what ``weight`` ``[E, D]`` of rows makes of their codes and the one.
 
     Of keys, a softmax drops the constant, which would only take bits from the scores.
     """

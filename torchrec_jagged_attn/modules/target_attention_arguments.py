@@ -22,8 +22,8 @@ from torchrec_jagged_attn.checks import (
     check_timestamps,
 )
 from torchrec_jagged_attn.layout import check_offsets_values, check_order
-from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
+from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
 __all__ = [
     "Learned",
@@ -32,7 +32,7 @@ __all__ = [
     "check_inputs",
     "check_over_codes",
     "check_target_heads",
-    "ids_of_codes",
+    "packed_codes_of",
 ]
 
 
@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
     target_dim: int
     history_dim: int
-    num_digits: int
+    num_codes: int
     num_levels: int
     num_heads: int
     keys_and_values: str
@@ -79,11 +79,11 @@ def check_codes(history_codes: object, history_dim: int | None) -> int:
     if isinstance(history_codes, DiscretePCA):
         history_codes.check_fitted()
         width = history_codes.embed_dim
-    elif isinstance(history_codes, SemanticIds):
-        width = history_codes.num_digits
+    elif isinstance(history_codes, PackedCodes):
+        width = history_codes.num_codes
     else:
         raise TypeError(
-            "history_codes must be a DiscretePCA, SemanticIds or None, got a "
+            "history_codes must be a DiscretePCA, PackedCodes or None, got a "
             f"{type(history_codes).__name__}"
         )
     if history_dim not in (None, width):
@@ -91,13 +91,13 @@ def check_codes(history_codes: object, history_dim: int | None) -> int:
     return width
 
 
-def ids_of_codes(history_codes: DiscretePCA | SemanticIds) -> SemanticIds:
+def packed_codes_of(history_codes: DiscretePCA | PackedCodes) -> PackedCodes:
     """How histories are packed."""
-    return history_codes.ids if isinstance(history_codes, DiscretePCA) else history_codes
+    return history_codes.packed_codes if isinstance(history_codes, DiscretePCA) else history_codes
 
 
 def check_over_codes(keys_and_values: str, value_projection: bool | None) -> None:
-    """Digits are attended as they are, and their values are made of what is pooled."""
+    """Codes are attended as they are, and their values are made of what is pooled."""
     if keys_and_values == "explicit" or value_projection is False:
         raise ValueError(
             "history_codes must go with keys_and_values 'auto' or 'absorbed' and a value "
@@ -122,7 +122,7 @@ def check_inputs(
     check_tensor(target, "target", "a tensor or a JaggedTensor")
     _check_embeddings(target, "target")
     if options.num_levels:
-        check_packed(rows, "history.values()", options.num_digits, options.num_levels)
+        check_packed(rows, "history.values()", options.num_codes, options.num_levels)
     else:
         _check_embeddings(rows, "history")
         check_float(rows, "history")

@@ -28,7 +28,7 @@ kernel (``kernels/target/head_products.py``). One more has all gradients of weig
 M_h`` with ``M_h = W_Q,hᵀ · W_K,h`` would take 2·C·H·D, which is no less from two heads on where
 C = D = E, and the product ``M`` besides.
 
-Rows that are packed in digits, and a one, are attended so as well: the maps from digits to rows are
+Rows that are packed in codes, and a one, are attended so as well: the maps from codes to rows are
 in ``W_K`` and ``W_V`` then.
 
 Or keys and values are explicit, ``[N, 2·E]`` by one product of the ``N`` history rows, and each
@@ -308,7 +308,7 @@ PATHS = (
         (
             Condition("score='softmax'", lambda args: args.score == "softmax"),
             Condition("rows in their order, without indices", lambda args: args.indices is None),
-            Condition("rows, not digits", lambda args: not args.num_levels),
+            Condition("rows, not codes", lambda args: not args.num_levels),
             Condition("not 'absorbed'", lambda args: args.keys_and_values != "absorbed"),
             Condition(
                 "targets enough to pay for keys and values of all rows, or 'explicit'",

@@ -17,7 +17,6 @@ from torchrec_jagged_attn.arguments import (
 )
 from torchrec_jagged_attn.checks import (
     check_biases,
-    check_digits,
     check_finite,
     check_float,
     check_indices,
@@ -26,6 +25,7 @@ from torchrec_jagged_attn.checks import (
     check_num_levels,
     check_number,
     check_offsets_metadata,
+    check_packed_history,
     check_packed_values,
     check_same,
     check_score,
@@ -117,9 +117,9 @@ def jagged_target_attention(
         score: what makes weights :math:`p_n` of the scores :math:`s_n`: their ``"softmax"``; or, of
             each row by itself, ``"silu"``, :math:`s_n \sigma(s_n)`, or ``"sigmoid"``,
             :math:`\sigma(s_n)`. Prior weights are for the softmax alone.
-        num_levels: of digits: ``history`` is packed rows of ``D - 1`` digits, ``[N, num_bytes]`` or
-            ``[U, num_bytes]`` uint8 of ``SemanticIds(D - 1, num_levels)``. Row :math:`x_n` is these
-            digits and, in the last column, a one. It is made in registers, and has no gradient.
+        num_levels: of codes: ``history`` is packed rows of ``D - 1`` codes, ``[N, num_bytes]`` or
+            ``[U, num_bytes]`` uint8 of ``PackedCodes(D - 1, num_levels)``. Row :math:`x_n` is these
+            codes and, in the last column, a one. It is made in registers, and has no gradient.
 
     Returns:
         One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]``
@@ -215,7 +215,7 @@ def _check_arguments(
         symbols = "[N, D]" if indices is None else "[U, D]"
         check_shape(history, "history", symbols, (None, width))
     else:
-        check_digits(history, width, num_levels)
+        check_packed_history(history, width, num_levels)
     if indices is not None:
         check_indices(indices)
     num_rows = (history if indices is None else indices).shape[0]

@@ -1,4 +1,4 @@
-"""``jagged_target_attention_over_ids``: target attention over rows that are kept as digits."""
+"""``jagged_target_attention_over_codes``: target attention over rows that are kept as codes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.ops import jagged_target_attention
 from torchrec_jagged_attn.ops.autocast import autocast_off, cast_as_products
-from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
+from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
-__all__ = ["jagged_target_attention_over_ids"]
+__all__ = ["jagged_target_attention_over_codes"]
 
 
-def jagged_target_attention_over_ids(
+def jagged_target_attention_over_codes(
     query: Tensor,
     packed: Tensor,
     offsets: Tensor,
@@ -36,25 +36,25 @@ def jagged_target_attention_over_ids(
 ) -> Tensor:
     r"""Attend query rows over the decoded rows of their own sample, which are never made.
 
-    For query row :math:`q`, over its sample's rows :math:`\hat x_n = \mu + B^T c_n` of digits
+    For query row :math:`q`, over its sample's rows :math:`\hat x_n = \mu + B^T c_n` of codes
     :math:`c_n`,
 
     .. math:: q \cdot \hat x_n = (B q) \cdot c_n + q \cdot \mu, \qquad
               \sum_n p_n \hat x_n = B^T \sum_n p_n c_n + \mu \sum_n p_n
 
-    So :func:`jagged_target_attention` attends over digits and a one, ``L + 1`` columns in place of
+    So :func:`jagged_target_attention` attends over codes and a one, ``L + 1`` columns in place of
     ``D``: to the query ``B q`` and what the mean adds to the score, which a softmax drops. The last
     column of its output is the sum of weights, zero for an empty history.
 
     Args:
         query: as of :func:`jagged_target_attention`, of any width ``D``.
-        packed: ``[N, num_bytes]`` uint8, of ``SemanticIds(L, num_levels)``: digits of all samples'
+        packed: ``[N, num_bytes]`` uint8, of ``PackedCodes(L, num_levels)``: codes of all samples'
             rows, one sample after the other.
         offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns rows ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
         mean: ``[D]``, of the dtype of ``query``.
         basis: ``[L, D]``, likewise; ``L`` in 1…511.
-        num_levels: of a digit.
+        num_levels: of a code.
         scale: factor of the dot products; ``1/√D`` by default.
         options: the others of :func:`jagged_target_attention`.
 
@@ -68,9 +68,9 @@ def jagged_target_attention_over_ids(
         NotImplementedError: ``L`` is over 511, or the device is neither CPU nor CUDA.
 
     Example:
-        >>> packed = SemanticIds(num_digits=1).pack(torch.tensor([[1], [0], [-1]]))
+        >>> packed = PackedCodes(num_codes=1).pack(torch.tensor([[1], [0], [-1]]))
         >>> query, mean, basis = torch.zeros(2, 1, 2), torch.ones(2), torch.tensor([[4.0, 8.0]])
-        >>> jagged_target_attention_over_ids(query, packed, torch.tensor([0, 2, 3]), mean, basis)
+        >>> jagged_target_attention_over_codes(query, packed, torch.tensor([0, 2, 3]), mean, basis)
         tensor([[[ 3.,  5.]],
         <BLANKLINE>
                 [[-3., -7.]]])
@@ -85,9 +85,9 @@ def jagged_target_attention_over_ids(
     check_shape(mean, "mean", "[D]", (width,))
     check_same(query, "query", dtype=True, mean=mean, basis=basis)
     check_same(query, "query", dtype=False, packed=packed)
-    ids = SemanticIds(basis.shape[0], num_levels)
-    check_packed(packed, "packed", ids.num_digits, ids.num_levels)
-    check_packed_values(packed, "packed", ids.num_digits, ids.num_levels)
+    packed_codes = PackedCodes(basis.shape[0], num_levels)
+    check_packed(packed, "packed", packed_codes.num_codes, packed_codes.num_levels)
+    check_packed_values(packed, "packed", packed_codes.num_codes, packed_codes.num_levels)
     # The constant of a softmax would only take bits from the scores.
     keys = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
     with autocast_off(query):  # all is in the dtype of the query
@@ -95,7 +95,7 @@ def jagged_target_attention_over_ids(
             query @ torch.cat([basis, keys.unsqueeze(0)]).T,
             packed,
             offsets,
-            num_levels=ids.num_levels,
+            num_levels=packed_codes.num_levels,
             scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
             **options,
         )

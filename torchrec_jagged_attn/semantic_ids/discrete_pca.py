@@ -22,7 +22,7 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.ops.autocast import autocast_off
 from torchrec_jagged_attn.ranks import Ranks
-from torchrec_jagged_attn.semantic_ids.digits import SemanticIds
+from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
 __all__ = ["DiscretePCA"]
 
@@ -35,25 +35,25 @@ LEAST_SPREAD = 1e-140
 
 
 class DiscretePCA(nn.Module):
-    r"""Rows as their mean and a sum of directions, each times a digit.
+    r"""Rows as their mean and a sum of directions, each times a code.
 
     .. math:: \hat x = \mu + \sum_l c_l b_l = \mu + B^T c, \qquad c_l \in \{-h, …, h\}
 
     A direction :math:`b_l` has its scale in its length. :meth:`fit` takes directions from PCA of
-    what the digits before leave of the rows, with the scales that leave least. It goes on where
-    there are more digits than columns. Then it alternates between digits and least squares for
+    what the codes before leave of the rows, with the scales that leave least. It goes on where
+    there are more codes than columns. Then it alternates between codes and least squares for
     :math:`B`. What it computes is fp64, and the same bits however rows are cut into batches.
     Under a process group, it fits the rows of all ranks together.
 
-    :meth:`encode` chooses digits greedily, one direction after the other, then goes over them again
-    with all others held. :meth:`decode` is linear in the digits: it has gradients for ``mean`` and
+    :meth:`encode` chooses codes greedily, one direction after the other, then goes over them again
+    with all others held. :meth:`decode` is linear in the codes: it has gradients for ``mean`` and
     ``basis``, and no other parameters. Both must be fitted, or loaded, before they are used.
 
     Args:
         embed_dim: ``D``, of rows.
-        num_digits: ``L``, of a row; may be more than ``D``.
-        num_levels: of a digit, ``2 h + 1``: an odd number of 3 to 255.
-        num_sweeps: how often :meth:`encode` goes over the digits after the greedy choice.
+        num_codes: ``L``, of a row; may be more than ``D``.
+        num_levels: of a code, ``2 h + 1``: an odd number of 3 to 255.
+        num_sweeps: how often :meth:`encode` goes over the codes after the greedy choice.
         trainable: whether ``mean`` and ``basis`` are parameters; else they are buffers.
         device: of both.
         dtype: of both, fp32 or fp64; that of PyTorch by default.
@@ -61,14 +61,14 @@ class DiscretePCA(nn.Module):
     Attributes:
         mean: ``[D]``.
         basis: ``[L, D]``, the rows of ``B``; zeros for directions that nothing was left for.
-        ids: the :class:`SemanticIds` that pack its digits.
+        packed_codes: the :class:`PackedCodes` that pack its codes.
 
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument is out of range.
 
     Example:
-        >>> pca = DiscretePCA(embed_dim=2, num_digits=2)
+        >>> pca = DiscretePCA(embed_dim=2, num_codes=2)
         >>> rows = torch.tensor([[3.0, 1.0], [-1.0, 1.0], [3.0, 0.0], [-1.0, 0.0]])
         >>> errors = pca.fit(rows)
         >>> pca.encode(rows)
@@ -82,7 +82,7 @@ class DiscretePCA(nn.Module):
     Source:
         After the abstract of SIDE (https://arxiv.org/abs/2506.16698), which names Discrete-PCA, a
         generalization of residual quantization, and an embedding of ids without parameters. How
-        digits, directions and scales are found is ours.
+        codes, directions and scales are found is ours.
     """
 
     mean: Tensor
@@ -91,7 +91,7 @@ class DiscretePCA(nn.Module):
     def __init__(
         self,
         embed_dim: int,
-        num_digits: int,
+        num_codes: int,
         num_levels: int = 3,
         *,
         num_sweeps: int = 1,
@@ -106,11 +106,11 @@ class DiscretePCA(nn.Module):
         check_device(device)
         if dtype not in (None, torch.float32, torch.float64):
             raise TypeError(f"dtype must be float32 or float64, got {dtype}")
-        self.ids = SemanticIds(num_digits, num_levels)
+        self.packed_codes = PackedCodes(num_codes, num_levels)
         self._is_fitted = False
         for name, shape in (
             ("mean", [self.embed_dim]),
-            ("basis", [self.ids.num_digits, self.embed_dim]),
+            ("basis", [self.packed_codes.num_codes, self.embed_dim]),
         ):
             value = torch.zeros(shape, device=device, dtype=dtype)
             if trainable:
@@ -162,7 +162,9 @@ class DiscretePCA(nn.Module):
                 f"{type(rows).__name__}"
             )
         data = _Rows(rows, self.embed_dim, self.mean.device, process_group)
-        model = _Model(data.mean, _directions(data, self.ids, self.num_sweeps), self.ids)
+        model = _Model(
+            data.mean, _directions(data, self.packed_codes, self.num_sweeps), self.packed_codes
+        )
         error, change = data.measure(model, self.num_sweeps)
         found = [error]
         for _ in range(max_steps):
@@ -197,7 +199,7 @@ class DiscretePCA(nn.Module):
 
     @torch.no_grad()
     def encode(self, rows: Tensor) -> Tensor:
-        """Digits of rows.
+        """Codes of rows.
 
         Args:
             rows: ``[N, D]``, floating point.
@@ -217,43 +219,43 @@ class DiscretePCA(nn.Module):
             if not rows.isfinite().all():
                 raise ValueError("rows must be finite, got some that are not")
             self.check_fitted()
-        model = _Model(self.mean, self.basis, self.ids)
-        with autocast_off(rows):  # digits do not depend on it
+        model = _Model(self.mean, self.basis, self.packed_codes)
+        with autocast_off(rows):  # codes do not depend on it
             return torch.cat(
                 [model.encode(block, self.num_sweeps)[0] for block in rows.split(BLOCK)]
             )
 
-    def decode(self, digits: Tensor) -> Tensor:
-        """Rows of digits.
+    def decode(self, codes: Tensor) -> Tensor:
+        """Rows of codes.
 
         Args:
-            digits: ``[N, L]`` of an integer dtype, each in ``-h`` to ``h``.
+            codes: ``[N, L]`` of an integer dtype, each in ``-h`` to ``h``.
 
         Returns:
             ``[N, D]`` in the dtype of ``basis``.
 
         Raises:
-            TypeError: ``digits`` are no integers.
+            TypeError: ``codes`` are no integers.
             ValueError: their shape does not fit; or (on CPU, or under
                 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is out of range, or this module is not
                 fitted.
         """
-        self.ids.check_digits(digits)
-        check_same(self.mean, "mean", dtype=False, digits=digits)
-        if should_validate(digits):
+        self.packed_codes.check_codes(codes)
+        check_same(self.mean, "mean", dtype=False, codes=codes)
+        if should_validate(codes):
             self.check_fitted()
-        with autocast_off(digits):
-            return self.mean + digits.to(self.basis.dtype) @ self.basis
+        with autocast_off(codes):
+            return self.mean + codes.to(self.basis.dtype) @ self.basis
 
     def forward(self, packed: Tensor) -> Tensor:
-        """Rows ``[N, D]`` of packed digits ``[N, num_bytes]``, as :meth:`decode`."""
-        return self.decode(self.ids.unpack(packed))
+        """Rows ``[N, D]`` of packed codes ``[N, num_bytes]``, as :meth:`decode`."""
+        return self.decode(self.packed_codes.unpack(packed))
 
     def extra_repr(self) -> str:
         """What the module was made of."""
         return (
-            f"embed_dim={self.embed_dim}, num_digits={self.ids.num_digits}, "
-            f"num_levels={self.ids.num_levels}, num_sweeps={self.num_sweeps}"
+            f"embed_dim={self.embed_dim}, num_codes={self.packed_codes.num_codes}, "
+            f"num_levels={self.packed_codes.num_levels}, num_sweeps={self.num_sweeps}"
         )
 
 
@@ -265,8 +267,8 @@ def _check_rows(rows: Tensor, embed_dim: int) -> None:
 
 
 def _check_scale(model: _Model, dtype: torch.dtype) -> None:
-    """``dtype`` must hold directions with all of its bits, and every row that has digits."""
-    limits, h = torch.finfo(dtype), model.ids.largest_digit
+    """``dtype`` must hold directions with all of its bits, and every row that has codes."""
+    limits, h = torch.finfo(dtype), model.packed_codes.largest_code
     sizes = model.basis.abs().amax(1)
     largest = (model.mean.abs() + h * model.basis.abs().sum(0)).max().item()
     least = sizes[sizes > 0].min().item() if sizes.any() else limits.tiny
@@ -279,21 +281,21 @@ def _check_scale(model: _Model, dtype: torch.dtype) -> None:
 
 
 class _Model(NamedTuple):
-    """What a fit finds: mean ``[D]`` and basis ``[L, D]``; ``L`` may be less than that of ids."""
+    """What a fit finds: mean ``[D]`` and basis ``[L, D]``; ``L`` may be less than ``num_codes``."""
 
     mean: Tensor
     basis: Tensor
-    ids: SemanticIds
+    packed_codes: PackedCodes
 
     def encode(self, rows: Tensor, num_sweeps: int) -> tuple[Tensor, Tensor]:
-        """Digits ``[N, L]``, int8, and what they leave of ``rows``, ``[N, D]``.
+        """Codes ``[N, L]``, int8, and what they leave of ``rows``, ``[N, D]``.
 
         The greedy choice is a sweep of coordinate descent that begins with zeros.
         """
         dtype = torch.promote_types(rows.dtype, self.mean.dtype)
-        basis, most = self.basis.to(dtype), self.ids.largest_digit
+        basis, most = self.basis.to(dtype), self.packed_codes.largest_code
         # Squares of directions may be too small or too large. Divided by a power of two, they are
-        # not, and digits have the same bits.
+        # not, and codes have the same bits.
         sizes = basis.abs().amax(1)
         powers = torch.where(sizes > 0, sizes / (2 * torch.frexp(sizes).mantissa), 1)
         scaled = basis / powers.unsqueeze(1)
@@ -301,14 +303,14 @@ class _Model(NamedTuple):
         factors = torch.where(squares > 0, 1 / squares / powers, 0)
         factors = factors.clamp(max=torch.finfo(dtype).max)
         residual = rows.to(dtype) - self.mean.to(dtype)
-        digits = residual.new_zeros(len(basis), len(rows))
+        codes = residual.new_zeros(len(basis), len(rows))
         for _ in range(1 + num_sweeps):
-            for digit, direction, unit, factor in zip(digits, basis, scaled, factors, strict=True):
-                wanted = digit + (residual @ unit) * factor
+            for code, direction, unit, factor in zip(codes, basis, scaled, factors, strict=True):
+                wanted = code + (residual @ unit) * factor
                 chosen = wanted.round().clamp(-most, most)
-                residual.addr_(chosen - digit, direction, alpha=-1)
-                digit.copy_(chosen)
-        return digits.T.to(torch.int8, memory_format=torch.contiguous_format), residual
+                residual.addr_(chosen - code, direction, alpha=-1)
+                code.copy_(chosen)
+        return codes.T.to(torch.int8, memory_format=torch.contiguous_format), residual
 
 
 class _Rows:
@@ -413,7 +415,7 @@ class _Rows:
             )
 
     def residual_covariance(self, model: _Model, num_sweeps: int) -> Tensor:
-        """Of what the digits leave, ``[D, D]``, about zero and times ``N``."""
+        """Of what the codes leave, ``[D, D]``, about zero and times ``N``."""
         covariance = torch.zeros_like(self.covariance)
         for block in self.blocks():
             residual = model.encode(block, num_sweeps)[1]
@@ -442,29 +444,29 @@ class _Rows:
         products = self.mean.new_zeros(len(model.basis), len(model.basis))
         moments = torch.zeros_like(model.basis)
         for block in self.blocks():
-            digits, residual = model.encode(block, num_sweeps)
-            digits = digits.double()
+            codes, residual = model.encode(block, num_sweeps)
+            codes = codes.double()
             error += residual.square().sum()
-            products += digits.T @ digits
-            moments += digits.T @ residual
+            products += codes.T @ codes
+            moments += codes.T @ residual
         error, products, moments = (self.ranks.sum(x) for x in (error, products, moments))
         change = torch.linalg.pinv(products, hermitian=True) @ moments
         return error.item() / self.total, self.ranks.first(change)
 
 
-def _directions(data: _Rows, ids: SemanticIds, num_sweeps: int) -> Tensor:
+def _directions(data: _Rows, packed_codes: PackedCodes, num_sweeps: int) -> Tensor:
     """The basis ``[L, D]`` by PCA, in rounds.
 
     A round takes the principal directions of the residual, from the first to the last that has more
-    variance than one before it will have when its digit is known. These are at right angles: their
-    digits and scales do not depend on each other.
+    variance than one before it will have when its code is known. These are at right angles: their
+    codes and scales do not depend on each other.
     """
-    model = _Model(data.mean, data.mean.new_zeros(0, data.dim), ids)
+    model = _Model(data.mean, data.mean.new_zeros(0, data.dim), packed_codes)
     covariance = data.covariance
     least = covariance.trace() * data.dim * torch.finfo(torch.float64).eps
     below_top = torch.arange(BINS - 0.5, 0, -1, dtype=torch.float64, device="cpu")
     below_top /= BINS_PER_OCTAVE
-    while (missing := ids.num_digits - len(model.basis)) > 0:
+    while (missing := packed_codes.num_codes - len(model.basis)) > 0:
         variances, directions = map(data.ranks.first, torch.linalg.eigh(covariance))
         candidates = (variances > least).nonzero().flatten().flip(0)[:missing]
         if len(candidates) == 0:
@@ -477,7 +479,9 @@ def _directions(data: _Rows, ids: SemanticIds, num_sweeps: int) -> Tensor:
         for variance, top, count in zip(variances.tolist(), tops.tolist(), counts, strict=True):
             if variance <= left:
                 break
-            scale, fraction = _best_scale(top * torch.exp2(-below_top), count, ids.largest_digit)
+            scale, fraction = _best_scale(
+                top * torch.exp2(-below_top), count, packed_codes.largest_code
+            )
             scales.append(scale)
             left = max(left, variance * fraction)
         taken = directions.new_tensor(scales).unsqueeze(1) * directions[: len(scales)]
@@ -487,30 +491,30 @@ def _directions(data: _Rows, ids: SemanticIds, num_sweeps: int) -> Tensor:
     return model.basis
 
 
-def _best_scale(sizes: Tensor, counts: Tensor, largest_digit: int) -> tuple[float, float]:
-    """The scale whose multiples, up to the largest digit, are nearest to values of these sizes.
+def _best_scale(sizes: Tensor, counts: Tensor, largest_code: int) -> tuple[float, float]:
+    """The scale whose multiples, up to the largest code, are nearest to values of these sizes.
 
-    Exact: digits change only where the scale passes ``size / (digit - 1/2)``. As it falls past all
-    of these in their order, the sums of digits · sizes and of squared digits grow. What the best
-    scale for these digits takes of the squares is the first sum, squared, over the second.
+    Exact: codes change only where the scale passes ``size / (code - 1/2)``. As it falls past all
+    of these in their order, the sums of codes · sizes and of squared codes grow. What the best
+    scale for these codes takes of the squares is the first sum, squared, over the second.
 
     Args:
         sizes: ``[n]``.
         counts: ``[n]``, how many values are of each.
-        largest_digit: ``h``.
+        largest_code: ``h``.
 
     Returns:
         The scale, and the fraction of the squares that is left.
     """
     sizes, counts = sizes[counts > 0], counts[counts > 0]
-    digits = torch.arange(1, largest_digit + 1, dtype=sizes.dtype, device=sizes.device)
-    order = (sizes.unsqueeze(1) / (digits - 0.5)).flatten().argsort(descending=True, stable=True)
+    codes = torch.arange(1, largest_code + 1, dtype=sizes.dtype, device=sizes.device)
+    order = (sizes.unsqueeze(1) / (codes - 0.5)).flatten().argsort(descending=True, stable=True)
 
-    def summed(of_size: Tensor, of_digit: Tensor) -> Tensor:
-        return torch.outer(of_size, of_digit).flatten()[order].cumsum(0)
+    def summed(of_size: Tensor, of_code: Tensor) -> Tensor:
+        return torch.outer(of_size, of_code).flatten()[order].cumsum(0)
 
-    along = summed(counts * sizes, torch.ones_like(digits))
-    squares = summed(counts.to(sizes.dtype), 2 * digits - 1)
+    along = summed(counts * sizes, torch.ones_like(codes))
+    squares = summed(counts.to(sizes.dtype), 2 * codes - 1)
     gains = along.square() / squares
     best = int(gains.argmax())
     total = (counts * sizes.square()).sum()

@@ -1,4 +1,4 @@
-"""``VQFusion``: digits of what several embeddings and labels say of a row."""
+"""``VQFusion``: codes of what several embeddings and labels say of a row."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Fused(NamedTuple):
     Attributes:
         loss: the sum of all losses, each times its weight.
         losses: by the names of embeddings and labels, and ``"commitment"``, without weights.
-        digits: ``[N, L]`` int8; ``None`` where latents were not quantized.
+        codes: ``[N, L]`` int8; ``None`` where latents were not quantized.
     """
 
     loss: Tensor
     losses: dict[str, Tensor]
-    digits: Tensor | None
+    codes: Tensor | None
 
 
 class VQFusion(nn.Module):
-    r"""An autoencoder of several embeddings and labels, whose latents are digits.
+    r"""An autoencoder of several embeddings and labels, whose latents are codes.
 
-    A network encodes the embeddings of a row, side by side, as its latent :math:`z`. The digits
+    A network encodes the embeddings of a row, side by side, as its latent :math:`z`. The codes
     that :class:`DiscretePCA` gives it, :math:`\hat z = \mu + B^T c`, are all that is left of a row.
     From these, one decoder for each embedding makes it again, and one head for each label tells its
     class.
@@ -53,8 +53,8 @@ class VQFusion(nn.Module):
               + \sum_y w_y \, \mathrm{cross\ entropy}(\mathrm{head}_y(\hat z), y)
               + w \, |z - \hat z|^2 / D
 
-    Gradients pass straight through the digits, from :math:`\hat z` to :math:`z`; the mean and the
-    basis have theirs, too. The last term holds latents to their digits, and not the reverse.
+    Gradients pass straight through the codes, from :math:`\hat z` to :math:`z`; the mean and the
+    basis have theirs, too. The last term holds latents to their codes, and not the reverse.
 
     To train it: some epochs with ``quantize=False``, then :meth:`fit`, which finds mean and basis
     of the latents, then more epochs. Under ``DistributedDataParallel``, every rank calls
@@ -64,7 +64,7 @@ class VQFusion(nn.Module):
         embeddings: the width of each embedding, by name.
         labels: the number of classes of each label, by name; may be none.
         latent_dim: ``D``, of the latents.
-        num_digits: see :class:`DiscretePCA`.
+        num_codes: see :class:`DiscretePCA`.
         num_levels: see there.
         hidden_dim: of the one hidden layer of the encoder and of each decoder.
         losses: of an embedding by its name: ``"cosine"``, one minus the cosine of the angle between
@@ -83,14 +83,14 @@ class VQFusion(nn.Module):
             the name of another.
 
     Example:
-        >>> fusion = VQFusion({"text": 6, "image": 4}, {"kind": 3}, latent_dim=4, num_digits=10)
+        >>> fusion = VQFusion({"text": 6, "image": 4}, {"kind": 3}, latent_dim=4, num_codes=10)
         >>> rows = {"text": torch.randn(8, 6), "image": torch.randn(8, 4)}
         >>> fused = fusion(rows, {"kind": torch.arange(8) % 3}, quantize=False)
         >>> sorted(fused.losses)
         ['image', 'kind', 'text']
         >>> errors = fusion.fit([rows])
         >>> fusion(rows, {"kind": torch.arange(8) % 3}).loss.backward()
-        >>> fusion.encode(rows).shape, fusion.pca.ids.num_bytes
+        >>> fusion.encode(rows).shape, fusion.pca.packed_codes.num_bytes
         (torch.Size([8, 10]), 2)
 
     Source:
@@ -104,7 +104,7 @@ class VQFusion(nn.Module):
         labels: Mapping[str, int] | None = None,
         *,
         latent_dim: int,
-        num_digits: int,
+        num_codes: int,
         num_levels: int = 3,
         hidden_dim: int = 256,
         losses: Mapping[str, Literal["cosine", "mse"]] | None = None,
@@ -142,7 +142,7 @@ class VQFusion(nn.Module):
             )
 
         self.encoder = layers(sum(embeddings.values()), latent_dim)
-        self.pca = DiscretePCA(latent_dim, num_digits, num_levels, trainable=True, device=device)
+        self.pca = DiscretePCA(latent_dim, num_codes, num_levels, trainable=True, device=device)
         self.decoders = nn.ModuleList(layers(latent_dim, x) for x in embeddings.values())
         self.heads = nn.ModuleList(
             nn.Linear(latent_dim, classes, device=device) for classes in labels.values()
@@ -161,7 +161,7 @@ class VQFusion(nn.Module):
             embeddings: ``[N, width]`` by name, of the dtype of the parameters. Losses of no row
                 are zero.
             labels: ``[N]`` int64 classes, by name.
-            quantize: whether latents go by way of their digits; else the decoders read them.
+            quantize: whether latents go by way of their codes; else the decoders read them.
 
         Raises:
             TypeError: a dtype does not fit.
@@ -179,11 +179,11 @@ class VQFusion(nn.Module):
             if label.dtype != torch.int64:
                 raise TypeError(f"labels[{name!r}] must be int64, got {label.dtype}")
             check_numbers(label, f"labels[{name!r}]", self.labels[name])
-        decoded, digits, losses = latents, None, {}
+        decoded, codes, losses = latents, None, {}
         reduction = "mean" if len(latents) else "sum"  # of no rows: zero, not NaN
         if quantize:
-            digits = self.pca.encode(latents.detach())
-            decoded = self.pca.decode(digits)
+            codes = self.pca.encode(latents.detach())
+            decoded = self.pca.decode(codes)
             losses["commitment"] = F.mse_loss(latents, decoded.detach(), reduction=reduction)
             decoded = decoded + (latents - latents.detach())
         else:  # zeros, so that all parameters have a gradient, as DistributedDataParallel expects
@@ -198,7 +198,7 @@ class VQFusion(nn.Module):
         for head, name in zip(self.heads, self.labels, strict=True):
             losses[name] = F.cross_entropy(head(decoded), labels[name], reduction=reduction)
         total = torch.stack([self.weights[name] * loss for name, loss in losses.items()]).sum()
-        return Fused(total, losses, digits)
+        return Fused(total, losses, codes)
 
     @torch.no_grad()
     def fit(
@@ -231,7 +231,7 @@ class VQFusion(nn.Module):
 
     @torch.no_grad()
     def encode(self, embeddings: Mapping[str, Tensor]) -> Tensor:
-        """Digits ``[N, L]`` int8 of rows, see :meth:`forward`."""
+        """Codes ``[N, L]`` int8 of rows, see :meth:`forward`."""
         return self.pca.encode(self._latents(embeddings))
 
     def _latents(self, embeddings: Mapping[str, Tensor]) -> Tensor:

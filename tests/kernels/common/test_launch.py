@@ -145,7 +145,7 @@ def test_fields_of_records_are_constants(launched):
     assert [field.value for field in fields] == [3, "plain"]
     assert launch(3, "plain")[0] == "launched"
     assert launch(4, "plain")[0] == "compiled"
-    assert launch(3, "digits")[0] == "compiled"
+    assert launch(3, "codes")[0] == "compiled"
 
 
 def test_device_is_that_of_the_first_tensor(launched):

@@ -23,10 +23,10 @@ from tests.ops.test_target_attention import (
     inputs_of_far_times,
     inputs_of_gradients_that_cancel,
 )
-from tests.ops.test_target_attention_digits import (
+from tests.ops.test_target_attention_codes import (
     assert_by_index_is_as_a_copy,
-    assert_right_over_digits,
-    inputs_of_digits,
+    assert_right_over_codes,
+    inputs_of_codes,
 )
 from tests.ops.test_target_attention_rows import FUNCTIONS as OVER_ROWS
 from tests.ops.test_target_attention_rows import by_index
@@ -93,13 +93,13 @@ def test_right(num_targets, num_heads, width, num_positions, num_ages, dtype, la
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("num_levels", "num_digits", "num_heads", "row_bytes"),
+    ("num_levels", "num_codes", "num_heads", "row_bytes"),
     [(3, 25, 1, 5), (3, 25, 4, 8), (3, 12, 2, 3), (5, 40, 8, 14), (255, 3, 1, 3), (3, 160, 2, 32)],
 )
-def test_rows_of_digits(num_levels, num_digits, num_heads, row_bytes, dtype, launched):
+def test_rows_of_codes(num_levels, num_codes, num_heads, row_bytes, dtype, launched):
     """With biases, whatever their bytes' stride is."""
-    inputs = inputs_of_digits(LENGTHS, dtype, num_levels, num_digits, num_heads, row_bytes)
-    assert_right_over_digits(inputs, num_levels)
+    inputs = inputs_of_codes(LENGTHS, dtype, num_levels, num_codes, num_heads, row_bytes)
+    assert_right_over_codes(inputs, num_levels)
     assert set(launched) == {"one_warp_forward", "one_warp_backward"}
 
 
@@ -112,12 +112,12 @@ def test_rows_of_digits(num_levels, num_digits, num_heads, row_bytes, dtype, lau
     ),
     ids=str,
 )
-def test_rows_of_digits_and_more_queries(shape, dtype, biased, launched):
-    num_levels, num_digits, num_targets, num_heads = shape
-    inputs = inputs_of_digits(
-        LENGTHS, dtype, num_levels, num_digits, num_heads, num_targets=num_targets, biased=biased
+def test_rows_of_codes_and_more_queries(shape, dtype, biased, launched):
+    num_levels, num_codes, num_targets, num_heads = shape
+    inputs = inputs_of_codes(
+        LENGTHS, dtype, num_levels, num_codes, num_heads, num_targets=num_targets, biased=biased
     )
-    assert_right_over_digits(inputs, num_levels)
+    assert_right_over_codes(inputs, num_levels)
     by_general = biased and dtype == torch.float32
     backward = set() if by_general else {"few_warps_backward"}
     assert set(launched) == {"few_warps_forward"} | backward
@@ -125,15 +125,15 @@ def test_rows_of_digits_and_more_queries(shape, dtype, biased, launched):
 
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize(("num_targets", "path"), [(1, "one_warp"), (9, "few_warps")])
-def test_rows_of_digits_and_other_scores(num_targets, path, score, launched):
-    """Digits beyond the end of a sample are no zeros: they count nothing."""
-    inputs = inputs_of_digits(LENGTHS, torch.float32, num_targets=num_targets, biased=False)
-    assert_right_over_digits(inputs, score=score)
+def test_rows_of_codes_and_other_scores(num_targets, path, score, launched):
+    """Codes beyond the end of a sample are no zeros: they count nothing."""
+    inputs = inputs_of_codes(LENGTHS, torch.float32, num_targets=num_targets, biased=False)
+    assert_right_over_codes(inputs, score=score)
     assert set(launched) == {f"{path}_forward", f"{path}_backward"}
 
 
 @pytest.mark.parametrize(("num_targets", "path"), [(1, "one_warp"), (9, "few_warps")])
-def test_rows_of_digits_by_index(num_targets, path, launched):
+def test_rows_of_codes_by_index(num_targets, path, launched):
     assert_by_index_is_as_a_copy(num_targets)
     assert f"{path}_forward" in launched
 

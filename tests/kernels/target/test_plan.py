@@ -31,7 +31,7 @@ PLAIN = Call(
 WIDE = {"width": 128, "history_stride": 128}
 FP32 = {"element_size": 4}
 WARPGROUP = {"num_targets": 8}
-DIGITS = {"num_levels": 3, "history_stride": 13}
+CODES = {"num_levels": 3, "history_stride": 13}
 
 
 @pytest.fixture
@@ -106,9 +106,9 @@ def test_paths_of_a_gpu(gpu, expected):
         (WARPGROUP | {"by_index": True}, "few_warps", "general"),
         (WARPGROUP | FP32 | {"by_index": True}, "few_warps", "few_warps"),
         (WARPGROUP | {"bias": True, "prior": True}, "warpgroup", "warpgroup"),
-        (DIGITS, "one_warp", "one_warp"),
-        (DIGITS | WARPGROUP, "few_warps", "few_warps"),
-        (DIGITS | WARPGROUP | FP32 | {"num_ages": 1}, "few_warps", "general"),
+        (CODES, "one_warp", "one_warp"),
+        (CODES | WARPGROUP, "few_warps", "few_warps"),
+        (CODES | WARPGROUP | FP32 | {"num_ages": 1}, "few_warps", "general"),
         ({"num_heads": 16, "bias": True}, "warpgroup", "general"),
         ({"num_heads": 16, "bias": True, "num_ages": 1}, "warpgroup", "few_warps"),
     ],

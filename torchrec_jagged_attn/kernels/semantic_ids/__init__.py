@@ -1,1 +1,1 @@
-"""Rows kept as digits: into bytes, and out of them."""
+"""Rows kept as codes: into bytes, and out of them."""

@@ -1,4 +1,4 @@
-"""Digits into bytes, and out of them: memory-bound, N·L·(e + 1/5) bytes for digits of e bytes."""
+"""Codes into bytes, and out of them: memory-bound, N·L·(e + 1/5) bytes for codes of e bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrec_jagged_attn.digits import bytes_of_digits, digits_per_byte
-from torchrec_jagged_attn.kernels.common.digits import load_digits
+from torchrec_jagged_attn.codes import bytes_of_codes, codes_per_byte
+from torchrec_jagged_attn.kernels.common.codes import load_codes
 from torchrec_jagged_attn.kernels.common.launch import Launcher
 
 __all__ = ["pack", "unpack"]
@@ -20,7 +20,7 @@ TILE = 4096  # elements
 
 @triton.jit(do_not_specialize=["num_rows", "stride"])
 def _pack_kernel(
-    digits_ptr,  # [N, L] integers, rows stride apart
+    codes_ptr,  # [N, L] integers, rows stride apart
     packed_ptr,  # [N, BYTES]
     num_rows,
     stride,
@@ -38,8 +38,8 @@ def _pack_kernel(
     for k in tl.static_range(PER_BYTE - 1, -1, -1):
         d = b * PER_BYTE + k
         there = (n < num_rows) & (d < L)
-        digit = tl.load(digits_ptr + n * stride + d, mask=there, other=0).to(tl.int32)
-        value = value * LEVELS + tl.where(there, digit + LEVELS // 2, 0)
+        code = tl.load(codes_ptr + n * stride + d, mask=there, other=0).to(tl.int32)
+        value = value * LEVELS + tl.where(there, code + LEVELS // 2, 0)
     mask = (n < num_rows) & (b < BYTES)
     tl.store(packed_ptr + n * BYTES + b, value.to(tl.uint8), mask=mask)
 
@@ -47,7 +47,7 @@ def _pack_kernel(
 @triton.jit(do_not_specialize=["num_rows", "stride"])
 def _unpack_kernel(
     packed_ptr,  # [N, bytes], rows stride apart
-    digits_ptr,  # [N, L] int8
+    codes_ptr,  # [N, L] int8
     num_rows,
     stride,
     L: tl.constexpr,
@@ -56,39 +56,39 @@ def _unpack_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Digits of BLOCK_N rows, BLOCK_D of each."""
+    """Codes of BLOCK_N rows, BLOCK_D of each."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    digits = load_digits(packed_ptr + n * stride, n < num_rows, d, L, LEVELS, PER_BYTE)
+    codes = load_codes(packed_ptr + n * stride, n < num_rows, d, L, LEVELS, PER_BYTE)
     mask = (n < num_rows) & (d < L)
-    tl.store(digits_ptr + n * L + d, digits.to(tl.int8), mask=mask)
+    tl.store(codes_ptr + n * L + d, codes.to(tl.int8), mask=mask)
 
 
 _pack = Launcher(_pack_kernel)
 _unpack = Launcher(_unpack_kernel)
 
 
-def pack(digits: Tensor, num_levels: int) -> Tensor:
-    """``[N, num_bytes]`` uint8 of digits ``[N, L]``."""
-    num_rows, num_digits = digits.shape
-    num_bytes = bytes_of_digits(num_digits, num_levels)
-    packed = digits.new_empty(num_rows, num_bytes, dtype=torch.uint8)
+def pack(codes: Tensor, num_levels: int) -> Tensor:
+    """``[N, num_bytes]`` uint8 of codes ``[N, L]``."""
+    num_rows, num_codes = codes.shape
+    num_bytes = bytes_of_codes(num_codes, num_levels)
+    packed = codes.new_empty(num_rows, num_bytes, dtype=torch.uint8)
     if num_rows:
-        digits = _unit_stride(digits)
-        constants = _constants(num_bytes, L=num_digits, BYTES=num_bytes, LEVELS=num_levels)
-        _pack(_grid(num_rows, num_bytes, constants), (digits, packed, *_sizes(digits)), constants)
+        codes = _unit_stride(codes)
+        constants = _constants(num_bytes, L=num_codes, BYTES=num_bytes, LEVELS=num_levels)
+        _pack(_grid(num_rows, num_bytes, constants), (codes, packed, *_sizes(codes)), constants)
     return packed
 
 
-def unpack(packed: Tensor, num_digits: int, num_levels: int) -> Tensor:
+def unpack(packed: Tensor, num_codes: int, num_levels: int) -> Tensor:
     """``[N, L]`` int8 of bytes ``[N, num_bytes]``."""
-    digits = packed.new_empty(packed.shape[0], num_digits, dtype=torch.int8)
-    if digits.numel():
+    codes = packed.new_empty(packed.shape[0], num_codes, dtype=torch.int8)
+    if codes.numel():
         packed = _unit_stride(packed)
-        constants = _constants(num_digits, L=num_digits, LEVELS=num_levels)
-        grid = _grid(packed.shape[0], num_digits, constants)
-        _unpack(grid, (packed, digits, *_sizes(packed)), constants)
-    return digits
+        constants = _constants(num_codes, L=num_codes, LEVELS=num_levels)
+        grid = _grid(packed.shape[0], num_codes, constants)
+        _unpack(grid, (packed, codes, *_sizes(packed)), constants)
+    return codes
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
@@ -109,7 +109,7 @@ def _constants(width: int, **others: int) -> dict[str, int]:
     block_d = min(128, triton.next_power_of_2(width))
     return {
         **others,
-        "PER_BYTE": digits_per_byte(others["LEVELS"]),
+        "PER_BYTE": codes_per_byte(others["LEVELS"]),
         "BLOCK_N": TILE // block_d,
         "BLOCK_D": block_d,
     }

@@ -11,8 +11,8 @@ order), N history rows of width D and e bytes an element:
 Where rows are read by indices, x is read where it lies, and dx is written so, of rows that one
 place names. Those of the others are left to ``row_gradients.py``, which takes a row at a time.
 
-Rows that are packed in digits are read as bytes, and have no gradient: ``history_rows.py``,
-``digit_parts.py``.
+Rows that are packed codes are read as bytes, and have no gradient: ``history_rows.py``,
+``code_parts.py``.
 
 A history is cut into chunks, so that a long one is spread over the GPU. The sums of its chunks are
 combined in their order: by a kernel of their own or, on the paths ``one_warp`` and ``warpgroup``,
@@ -185,7 +185,7 @@ def backward(
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
     That of the history always, but, where it is read by indices, if ``needs_history``; where it is
-    packed in digits, it is ``None``. ``grad_lse`` is that of log-sum-exps, zero where nothing is
+    packed codes, it is ``None``. ``grad_lse`` is that of log-sum-exps, zero where nothing is
     seen.
     ``listing`` was given to the kernel that made ``grad_out``.
     """
@@ -198,7 +198,7 @@ def backward(
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
     delta = grad_history = found = None
-    if not call.of_digits and (needs_history or not call.by_index):
+    if not call.of_codes and (needs_history or not call.by_index):
         grad_history = args.history.new_empty(*args.history.shape)
     if call.by_index or plan.more_blocks:
         delta = torch.empty_like(outputs.stats[0])

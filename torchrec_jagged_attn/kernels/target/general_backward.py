@@ -137,7 +137,7 @@ def _load_block(
 def grad_query_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], or packed in digits; rows history_stride apart
+    history_ptr,  # [N, D], or packed codes; rows history_stride apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
@@ -204,7 +204,7 @@ def grad_query_kernel(
 def grad_history_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], or packed in digits; rows history_stride apart
+    history_ptr,  # [N, D], or packed codes; rows history_stride apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients

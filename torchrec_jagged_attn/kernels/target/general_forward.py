@@ -38,7 +38,7 @@ __all__ = ["forward_kernel"]
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
 def forward_kernel(
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], or packed in digits; rows history_stride apart
+    history_ptr,  # [N, D], or packed codes; rows history_stride apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None where nobody asks
     sums,  # Sums

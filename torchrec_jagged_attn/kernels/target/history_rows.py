@@ -1,6 +1,6 @@
 """History rows as Triton's kernels multiply them: read as they are, or unpacked in registers.
 
-For packed codes see ``kernels/common/digits.py``.
+For packed codes see ``kernels/common/codes.py``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.kernels.common.digits import load_digits
+from torchrec_jagged_attn.kernels.common.codes import load_codes
 from torchrec_jagged_attn.kernels.target.schedule import numbers_of_rows
 
 __all__ = ["load_history"]
@@ -20,13 +20,13 @@ def load_history(
 ):
     """``[BLOCK_N, BLOCK_D]``: the rows at the places ``n`` that are visible, in ``dtype``.
 
-    Of rows of digits, these and, in the last column, a one. Plain rows are zeros where places are
-    not visible, and beyond D. Digits may be any numbers there, which count nothing.
+    Of rows of codes, these and, in the last column, a one. Plain rows are zeros where places are
+    not visible, and beyond D. Codes may be any numbers there, which count nothing.
     """
     row = numbers_of_rows(samples, n, visible)
     ptrs = history_ptr + row * history_stride
     if C.LEVELS > 0:
-        x = load_digits(ptrs, visible, d[None, :], C.D - 1, C.LEVELS, C.PER_BYTE).to(dtype)
+        x = load_codes(ptrs, visible, d[None, :], C.D - 1, C.LEVELS, C.PER_BYTE).to(dtype)
     else:
         x = tl.load(ptrs + d[None, :], mask=visible & (d < C.D)[None, :], other=0.0)
     return x

@@ -278,7 +278,7 @@ def _take_off_means(table, weights, sums, slot, count, grad_lse, C: gl.constexpr
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], or packed in digits; rows STRIDE apart
+    history_ptr,  # [N, D], or packed codes; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients

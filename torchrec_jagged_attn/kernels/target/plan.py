@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.digits import digits_per_byte
+from torchrec_jagged_attn.codes import codes_per_byte
 from torchrec_jagged_attn.kernels.common.launch import overlap_options
 from torchrec_jagged_attn.kernels.common.matmul import MOST_COLUMNS_OF_PARTS, padded_width
 from torchrec_jagged_attn.kernels.target import schedule
@@ -124,8 +124,8 @@ class Call(NamedTuple):
         return self.element_size == 2
 
     @property
-    def of_digits(self) -> bool:
-        """Whether history rows are packed in digits."""
+    def of_codes(self) -> bool:
+        """Whether history rows are packed codes."""
         return self.num_levels > 0
 
     @property
@@ -136,7 +136,7 @@ class Call(NamedTuple):
 
 def _rows_are_aligned(x: Call) -> bool:
     in_pieces = (x.width | x.history_stride) % (16 // x.element_size) == 0
-    return x.of_digits or (x.aligned and in_pieces)
+    return x.of_codes or (x.aligned and in_pieces)
 
 
 _GLUON = (
@@ -177,7 +177,7 @@ PATHS = (
             *_MORE_ROWS,
             Condition("half precision", lambda x: x.half),
             *_GLUON,
-            Condition("no packed codes", lambda x: not x.of_digits),
+            Condition("no packed codes", lambda x: not x.of_codes),
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
             Condition(
                 "no indices: boxes are of rows one after the other", lambda x: not x.by_index
@@ -204,12 +204,12 @@ PATHS = (
             Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(
-                "no tables in fp32 backward over digits: general has their gradients more exactly",
-                lambda x: not (x.backward and x.of_digits) or x.half or x.buckets == 0,
+                "no tables in fp32 backward over codes: general has their gradients more exactly",
+                lambda x: not (x.backward and x.of_codes) or x.half or x.buckets == 0,
             ),
             Condition(
-                "tables or digits in half-precision backward, where general is faster without",
-                lambda x: not (x.backward and x.half) or x.buckets > 0 or x.of_digits,
+                "tables or codes in half-precision backward, where general is faster without",
+                lambda x: not (x.backward and x.half) or x.buckets > 0 or x.of_codes,
             ),
         ),
         runs_on=lambda device: devices.gluon_shared_memory(device) >= MIN_SHARED_MEMORY_FEW_WARPS,
@@ -333,7 +333,7 @@ def _inputs(x: Call) -> dict[str, Any]:
         "PRIOR": x.prior,
         "SCORE": x.score,
         "LEVELS": x.num_levels,
-        "PER_BYTE": digits_per_byte(x.num_levels) if x.of_digits else 0,
+        "PER_BYTE": codes_per_byte(x.num_levels) if x.of_codes else 0,
     }
 
 
@@ -379,15 +379,15 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
     """
     width = padded_width(x.width)
     if path == "one_warp":
-        # Each lane makes the digits of a row.
-        by_lane = x.of_digits and width < 256
+        # Each lane makes the codes of a row.
+        by_lane = x.of_codes and width < 256
         stages = 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2
         return {
             "BLOCK_R": ONE_WARP_ROWS,
             "BLOCK_N": 32 if by_lane or (x.half and not x.backward) else 16,
             "BLOCK_D": width,
             "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
-            "NUM_STAGES": 2 if x.of_digits else stages,
+            "NUM_STAGES": 2 if x.of_codes else stages,
             "num_warps": 1,
         }
     if path == "warpgroup":
@@ -408,13 +408,13 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         }
     if path == "few_warps":
         block_r = padded_width(x.query_rows)
-        block_n = 64 if x.half else 32 if x.of_digits else 16
+        block_n = 64 if x.half else 32 if x.of_codes else 16
         return {
             "BLOCK_R": block_r,
             "BLOCK_N": max(32, block_r) if x.backward else block_n,
             "BLOCK_D": width,
             "CHUNK": 512 if x.half else 256,
-            "NUM_STAGES": 3 if not x.of_digits and (x.half or not x.backward) else 2,
+            "NUM_STAGES": 3 if not x.of_codes and (x.half or not x.backward) else 2,
             "num_warps": block_r // 16,
         }
     block_r = min(padded_width(x.query_rows), 64, 32768 // x.row_bytes)
@@ -425,8 +425,8 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
         "BLOCK_R": block_r,
         "BLOCK_N": max(16, min(64, bytes_of_tile // x.row_bytes)),
         "BLOCK_D": width,
-        # A row of digits is read in no time.
-        "CHUNK": 1024 if x.of_digits else max(128, 16 * slot_rows),
+        # A row of codes is read in no time.
+        "CHUNK": 1024 if x.of_codes else max(128, 16 * slot_rows),
         "NUM_STAGES": 3 if x.row_bytes < 512 else 2,
         "num_warps": 4 if x.row_bytes < 1024 else 8,
     }

@@ -1,8 +1,8 @@
 """What the Gluon kernels of the paths ``one_warp`` and ``few_warps`` share.
 
 They serve samples of up to 64 query rows whose history rows begin at multiples of 16 bytes, or are
-packed in digits. Tiles of rows arrive in shared memory by asynchronous copies while earlier ones
-are computed; those of digits are made of bytes that were loaded before. Each warp has products of
+packed in codes. Tiles of rows arrive in shared memory by asynchronous copies while earlier ones
+are computed; those of codes are made of bytes that were loaded before. Each warp has products of
 its own on tensor cores (``m16n8``), so that warps rarely wait for each other:
 
     up to 8 query rows     history rows on the M side, query rows on the N side, in one warp
@@ -31,7 +31,7 @@ from torchrec_jagged_attn.kernels.common.gluon import (
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes as weights_in_triton
 from torchrec_jagged_attn.kernels.common.softmax import LN2, LOG2E, LOG2E_LOW
 from torchrec_jagged_attn.kernels.target import schedule
-from torchrec_jagged_attn.kernels.target.digit_parts import bytes_of_tile, store_digits
+from torchrec_jagged_attn.kernels.target.code_parts import bytes_of_tile, store_codes
 
 __all__ = [
     "BLOCK_R",
@@ -138,13 +138,13 @@ def blocks_of(buckets):
 
 @gluon.constexpr_function
 def parts_of_rows(C):
-    """In how many parts history rows are multiplied: digits are bf16, exactly."""
+    """In how many parts history rows are multiplied: codes are bf16, exactly."""
     return 1 if C.LEVELS > 0 else C.PARTS
 
 
 @gluon.constexpr_function
 def columns_at_once(C):
-    """How many columns of a tile registers hold at a time; those of digits have one part."""
+    """How many columns of a tile registers hold at a time; those of codes have one part."""
     if C.PARTS == 1:
         return C.BLOCK_D
     return min(C.BLOCK_D, (2048 if C.LEVELS > 0 else 1024) // C.BLOCK_N)
@@ -375,7 +375,7 @@ def rows_of_sample(history_ptr, samples, chunk, C: gl.constexpr):
 @gluon.jit
 def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, dtype: gl.constexpr):
     """The indices of a tile's rows, from ``start`` on; 0 where rows are not read by indices. Of
-    rows of digits, their bytes.
+    rows of codes, their bytes.
     """
     indices = 0
     if C.LEVELS > 0:
@@ -392,13 +392,13 @@ def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, d
 def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr):
     """Begin to copy the rows from ``start`` on to ``tile``: one commit group.
 
-    Copies that are masked, beyond ``end`` and D, write zeros. Rows of digits are made of their
+    Copies that are masked, beyond ``end`` and D, write zeros. Rows of codes are made of their
     bytes, which are given in place of ``indices``.
     """
     layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps())
     if C.LEVELS > 0:
         if start < end:
-            store_digits(tile, indices, C)
+            store_codes(tile, indices, C)
     elif start < end:
         i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
         d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(0, layout))
@@ -419,8 +419,8 @@ def open_ring(history_ptr, samples, chunk, dtype: gl.constexpr, C: gl.constexpr)
     """Shared memory for NUM_STAGES tiles of a chunk's rows; all but the last are on their way to
     it. ``dtype`` is that of queries.
     """
-    of_digits: gl.constexpr = gl.bfloat16 if C.PARTS > 1 else dtype
-    OF_TILE: gl.constexpr = of_digits if C.LEVELS > 0 else history_ptr.dtype.element_ty
+    of_codes: gl.constexpr = gl.bfloat16 if C.PARTS > 1 else dtype
+    OF_TILE: gl.constexpr = of_codes if C.LEVELS > 0 else history_ptr.dtype.element_ty
     shape: gl.constexpr = [C.NUM_STAGES, C.BLOCK_N, C.BLOCK_D]
     ring = gl.allocate_shared_memory(OF_TILE, shape, ring_layout(C.BLOCK_D, OF_TILE))
     for stage in gl.static_range(C.NUM_STAGES - 1):
@@ -432,7 +432,7 @@ def open_ring(history_ptr, samples, chunk, dtype: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def next_indices(history_ptr, samples, chunk, ring, start, C: gl.constexpr):
-    """The indices, or bytes of digits, that :func:`copy_next` needs: loaded early, they are there
+    """The indices, or bytes of codes, that :func:`copy_next` needs: loaded early, they are there
     when it begins.
     """
     ahead: gl.constexpr = C.NUM_STAGES - 1

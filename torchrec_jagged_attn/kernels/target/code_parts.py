@@ -1,6 +1,6 @@
-"""What the Gluon kernels have for rows of digits: a lane makes the digits of a row.
+"""What the Gluon kernels have for rows of codes: a lane makes the codes of a row.
 
-See ``kernels/common/digits.py`` for those in Triton.
+See ``kernels/common/codes.py`` for those in Triton.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["bytes_of_tile", "store_digits"]
+__all__ = ["bytes_of_tile", "store_codes"]
 
 TO_INTEGER = gl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken off, it rounds to an integer
 
@@ -20,9 +20,9 @@ def _lane_layout(warps):
 
 
 @gluon.constexpr_function
-def _byte_of_zeros(digits, levels):
-    """The byte of so many digits that are zero."""
-    return (levels**digits - 1) // 2
+def _byte_of_zeros(codes, levels):
+    """The byte of so many codes that are zero."""
+    return (levels**codes - 1) // 2
 
 
 @gluon.constexpr_function
@@ -33,7 +33,7 @@ def _one_by_power(levels, k):
 
 @gluon.constexpr_function
 def _bytes_of_row(width, per_byte):
-    """How many bytes hold the ``width - 1`` digits of a row."""
+    """How many bytes hold the ``width - 1`` codes of a row."""
     return (width - 2) // per_byte + 1
 
 
@@ -44,7 +44,7 @@ def _steps_to_join(columns):
 
 
 @gluon.constexpr_function
-def _digits_of_byte(at, width, per_byte):
+def _codes_of_byte(at, width, per_byte):
     """How many of these the byte ``at`` holds."""
     return min(per_byte, width - 1 - at * per_byte)
 
@@ -66,20 +66,18 @@ def bytes_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr):
 
 
 @gluon.jit
-def store_digits(tile, found, C: gl.constexpr):
-    """Store the digits of the bytes that were ``found``, then a one, and zeros.
+def store_codes(tile, found, C: gl.constexpr):
+    """Store the codes of the bytes that were ``found``, then a one, and zeros.
 
     With ``w`` the value of a byte less that of zeros, and ``r_k`` the integer nearest to ``w /
-    levels^k``, digit ``k`` is ``r_k - levels · r_(k+1)``: in fp32 three operations. Each lane makes
+    levels^k``, code ``k`` is ``r_k - levels · r_(k+1)``: in fp32 three operations. Each lane makes
     whole rows. So they are written as 16 bytes each, and read as operands of products.
     """
     columns = ()
     for at in gl.static_range(_bytes_of_row(C.D, C.PER_BYTE)):
-        w = found[at].to(gl.float32) - _byte_of_zeros(
-            _digits_of_byte(at, C.D, C.PER_BYTE), C.LEVELS
-        )
+        w = found[at].to(gl.float32) - _byte_of_zeros(_codes_of_byte(at, C.D, C.PER_BYTE), C.LEVELS)
         rounded = w
-        for k in gl.static_range(1, _digits_of_byte(at, C.D, C.PER_BYTE)):
+        for k in gl.static_range(1, _codes_of_byte(at, C.D, C.PER_BYTE)):
             after = (w * _one_by_power(C.LEVELS, k) + TO_INTEGER) - TO_INTEGER
             columns += (rounded - after * C.LEVELS,)
             rounded = after

@@ -1,4 +1,4 @@
-"""``jagged_target_attention`` over rows that are packed in digits."""
+"""``jagged_target_attention`` over rows that are packed in codes."""
 
 import functools
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.combinations import each_pair
 from tests.fixtures import opcheck
 from tests.ops.test_target_attention import arguments_of
-from torchrec_jagged_attn import SemanticIds, jagged_target_attention
+from torchrec_jagged_attn import PackedCodes, jagged_target_attention
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
@@ -22,25 +22,25 @@ CPU = torch.device("cpu")
 LENGTHS = [70, 0, 3, 1200, 1]
 
 
-def inputs_of_digits(
-    lengths, dtype, num_levels=3, num_digits=25, num_heads=2, row_bytes=None, *, num_targets=1,
+def inputs_of_codes(
+    lengths, dtype, num_levels=3, num_codes=25, num_heads=2, row_bytes=None, *, num_targets=1,
     biased=True, device=CPU,
 ):  # fmt: skip
     """Random inputs, of packed rows that are ``row_bytes`` apart."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor(lengths, dtype=torch.int64)
-    num_rows, ids = int(lengths.sum()), SemanticIds(num_digits, num_levels)
+    num_rows, ids = int(lengths.sum()), PackedCodes(num_codes, num_levels)
 
     def draw(*shape, factor=1.0):
         return (factor * torch.randn(shape, generator=generator)).to(device, dtype)
 
-    digits = torch.randint(-ids.largest_digit, ids.largest_digit + 1, (num_rows, num_digits),
+    codes = torch.randint(-ids.largest_code, ids.largest_code + 1, (num_rows, num_codes),
                            generator=generator)  # fmt: skip
     memory = torch.full((num_rows, row_bytes or ids.num_bytes), 255, dtype=torch.uint8)
-    memory[:, : ids.num_bytes] = ids.pack(digits)
-    factor = 1 / ids.largest_digit
+    memory[:, : ids.num_bytes] = ids.pack(codes)
+    factor = 1 / ids.largest_code
     inputs = {
-        "query": draw(len(lengths), num_targets, num_heads, num_digits + 1, factor=factor),
+        "query": draw(len(lengths), num_targets, num_heads, num_codes + 1, factor=factor),
         "history": memory.to(device)[:, : ids.num_bytes],
         "offsets": offsets_of(lengths, torch.int64, device),
     }
@@ -54,17 +54,17 @@ def inputs_of_digits(
 
 
 def over_rows(attend, num_levels, **options):
-    """``attend`` over the digits and ones as rows."""
+    """``attend`` over the codes and ones as rows."""
 
     def call(query, history, offsets, **others):
-        digits = SemanticIds(query.shape[-1] - 1, num_levels).unpack(history)
-        rows = F.pad(digits.to(query.dtype), (0, 1), value=1.0)
+        codes = PackedCodes(query.shape[-1] - 1, num_levels).unpack(history)
+        rows = F.pad(codes.to(query.dtype), (0, 1), value=1.0)
         return attend(query, rows, offsets, **others, **options)
 
     return call
 
 
-def assert_right_over_digits(inputs, num_levels=3, **options):
+def assert_right_over_codes(inputs, num_levels=3, **options):
     assert_matches_oracle(
         functools.partial(jagged_target_attention, num_levels=num_levels, **options),
         over_rows(target_attention_oracle, num_levels, **options),
@@ -73,7 +73,7 @@ def assert_right_over_digits(inputs, num_levels=3, **options):
 
 
 @pytest.mark.parametrize(
-    ("num_levels", "num_digits", "score", "dtype", "num_heads", "num_targets", "biased"),
+    ("num_levels", "num_codes", "score", "dtype", "num_heads", "num_targets", "biased"),
     each_pair(
         [3, 5, 255],
         [1, 25, 130],
@@ -85,32 +85,30 @@ def assert_right_over_digits(inputs, num_levels=3, **options):
     ),
     ids=str,
 )
-def test_digits_as_rows(
-    num_levels, num_digits, score, dtype, num_heads, num_targets, biased, device
-):
+def test_codes_as_rows(num_levels, num_codes, score, dtype, num_heads, num_targets, biased, device):
     if dtype not in supported_dtypes(device):
         pytest.skip(f"{dtype} is not computed on {device}")
-    inputs = inputs_of_digits(
-        LENGTHS, dtype, num_levels, num_digits, num_heads,
+    inputs = inputs_of_codes(
+        LENGTHS, dtype, num_levels, num_codes, num_heads,
         num_targets=num_targets, biased=biased, device=device,
     )  # fmt: skip
     if score != "softmax":
         inputs.pop("prior_weights", None)
-    assert_right_over_digits(inputs, num_levels, score=score)
+    assert_right_over_codes(inputs, num_levels, score=score)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0], [1], [0, 2100, 1, 0]], ids=str)
 def test_edges(lengths, device):
-    assert_right_over_digits(inputs_of_digits(lengths, torch.float32, device=device))
+    assert_right_over_codes(inputs_of_codes(lengths, torch.float32, device=device))
 
 
 def test_every_byte(device):
-    """Digits of all bytes that there are: of some rows a sample, a head attends to each."""
+    """Codes of all bytes that there are: of some rows a sample, a head attends to each."""
     num_heads = 8 if device.type == "cuda" else 32
     heads = torch.arange(num_heads, device=device)
     for num_levels in range(3, 256, 2):
-        width = SemanticIds(1, num_levels).digits_per_byte
-        ids, count = SemanticIds(width, num_levels), num_levels**width
+        width = PackedCodes(1, num_levels).codes_per_byte
+        ids, count = PackedCodes(width, num_levels), num_levels**width
         rows = torch.arange(count, device=device)
         packed = rows.byte().unsqueeze(1)
         offsets = torch.arange(0, count + num_heads, num_heads, device=device).clamp(max=count)
@@ -119,14 +117,14 @@ def test_every_byte(device):
             bias=torch.where(rows.unsqueeze(1) % num_heads == heads, 0.0, -1e4),
             num_levels=num_levels,
         )  # fmt: skip
-        digits = ids.unpack(packed)
-        assert torch.equal(out.flatten(0, 1)[:count], F.pad(digits.float(), (0, 1), value=1.0))
-        assert torch.equal(ids.pack(digits), packed)
+        codes = ids.unpack(packed)
+        assert torch.equal(out.flatten(0, 1)[:count], F.pad(codes.float(), (0, 1), value=1.0))
+        assert torch.equal(ids.pack(codes), packed)
 
 
 def assert_by_index_is_as_a_copy(num_targets, device=CPU):
-    inputs = inputs_of_digits(LENGTHS, torch.float32, num_targets=num_targets, device=device)
-    table = inputs_of_digits([50], torch.float32, row_bytes=8, device=device)["history"]
+    inputs = inputs_of_codes(LENGTHS, torch.float32, num_targets=num_targets, device=device)
+    table = inputs_of_codes([50], torch.float32, row_bytes=8, device=device)["history"]
     generator = torch.Generator().manual_seed(1)
     indices = torch.randint(50, (sum(LENGTHS),), generator=generator).to(device)
     grad_out = torch.ones_like(inputs["query"])
@@ -148,7 +146,7 @@ def test_rows_by_index(num_targets, device):
 
 @pytest.mark.parametrize("num_targets", [1, 9])
 def test_repeats_are_equal(num_targets, device):
-    inputs = inputs_of_digits(LENGTHS, torch.float32, num_targets=num_targets, device=device)
+    inputs = inputs_of_codes(LENGTHS, torch.float32, num_targets=num_targets, device=device)
     grad_out = torch.ones_like(inputs["query"])
     call = functools.partial(jagged_target_attention, num_levels=3)
     first, second = (outputs_and_gradients(call, inputs, grad_out) for _ in range(2))
@@ -158,7 +156,7 @@ def test_repeats_are_equal(num_targets, device):
 
 
 def test_opcheck(device):
-    inputs = inputs_of_digits([3, 0, 5], torch.float32, device=device)
+    inputs = inputs_of_codes([3, 0, 5], torch.float32, device=device)
     del inputs["prior_weights"]
     for name in ("query", "position_bias", "age_bias"):
         inputs[name].requires_grad_()
@@ -193,7 +191,7 @@ def test_opcheck(device):
     ],
 )
 def test_wrong_arguments_are_named(change, error, message):
-    inputs = inputs_of_digits([3, 0, 5], torch.float32, biased=False) | {"num_levels": 3} | change
+    inputs = inputs_of_codes([3, 0, 5], torch.float32, biased=False) | {"num_levels": 3} | change
     if inputs["num_levels"] is None:
         inputs["query"] = inputs["query"][..., :5]
     with pytest.raises(error, match=message):
