@@ -585,9 +585,6 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                         console.print(f"{', '.join(lacking)}: {reason}", markup=False)
                         is_ours = any(name.startswith("ours") for name in lacking)
                         ours_failed |= is_ours and not reason.startswith("not run")
-                of_suite = [row for row in rows if row["suite"] == suite.name]
-                if suite.summary and of_suite:
-                    console.print(suite.summary(pd.DataFrame(of_suite)))
     finally:  # what was measured is kept, also after Ctrl-C
         write()
     return int(ours_failed)

@@ -257,6 +257,7 @@ OP_TABLES = {
         """ours, µs = {ours µs forward/both}
         of the floor = {ours floor forward/both}
         padded top-k, to ours = {padded × forward/both}
+        padded rows by number, to ours = {padded-newest × forward/both}
         one sort, to ours = {sorted × forward/both}""",
     ),
     "crossover": Table(

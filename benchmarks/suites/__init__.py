@@ -6,9 +6,7 @@ A suite file defines ``SUITE``. Files whose names start with ``_`` are shared by
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import pandas as pd
 import torch
-from rich.console import RenderableType
 from torch import Tensor
 
 from torchrec_jagged_attn.testing import Case
@@ -106,7 +104,6 @@ class Suite:
             peers.
         modes: what is timed. Without a backward, gradients are neither computed nor checked.
         default: cases that run when none is named; all by default.
-        summary: what to print in the end, from all figures of the suite.
     """
 
     name: str
@@ -118,4 +115,3 @@ class Suite:
     providers: dict[str, Callable[[Inputs], Callable[[], Tensor] | Relaid]]
     modes: tuple[str, ...] = MODES
     default: tuple[str, ...] = ()
-    summary: Callable[[pd.DataFrame], RenderableType] | None = None

@@ -16,8 +16,6 @@ from torch import Tensor
 import torchrec_jagged_attn
 from suites import Inputs, Relaid, UnavailableError
 from suites._attention import Attend, Padding, flash_attention_3, torch_varlen, visible_rows
-from torchrec_jagged_attn import JaggedLayout
-from torchrec_jagged_attn.testing import offsets_of
 
 Call = Callable[[], Tensor]
 
@@ -76,57 +74,6 @@ def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
         q=x.case.width**-0.5,
         out=x.max_length,
     )
-
-
-def fbgemm_sll_basic(x: Inputs) -> Relaid:
-    """FBGEMM's ``sll_jagged_flash_attention_basic``, likewise; each head is ``B`` samples more."""
-    need_cuda(x)
-    import fbgemm_gpu.sll  # noqa: F401  (registers the op)
-
-    op = torch.ops.fbgemm.sll_jagged_flash_attention_basic
-    lengths = x.offsets.diff().repeat(x.case.num_heads)
-    offsets = offsets_of(lengths, x.offsets.dtype, x.offsets.device)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (operand.flatten(0, 1) for operand in (q, k, v))
-        return op(*rows, offsets, x.max_length, False, True).view_as(q)
-
-    return _by_head(x, call, q=x.case.width**-0.5, out=x.max_length)
-
-
-def flex_attention(x: Inputs, score_mod: Callable[..., Tensor] | None = None) -> Relaid:
-    """FlexAttention, compiled, on all rows as one sequence that a block mask cuts into samples."""
-    need_cuda(x)
-    from torch.nn.attention.flex_attention import create_block_mask
-    from torch.nn.attention.flex_attention import flex_attention as flex
-
-    num_rows = x.leaves["q"].shape[0]
-    samples = JaggedLayout(x.offsets, num_rows).sample_ids()
-
-    def same_sample(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return samples[i] == samples[j]
-
-    device = str(x.offsets.device)
-    torch.compiler.reset()  # a function is compiled for so many shapes only
-    mask = torch.compile(create_block_mask)(same_sample, None, None, num_rows, num_rows, device)
-    compiled = torch.compile(flex, dynamic=False)
-    options = {"score_mod": score_mod, "block_mask": mask}
-    return _by_head(x, lambda *qkv: compiled(*(t.unsqueeze(0) for t in qkv), **options)[0])
-
-
-def nested_tensor(x: Inputs) -> Call:
-    """``F.scaled_dot_product_attention`` of nested tensors."""
-    need_cuda(x)
-    lengths = {"min_seqlen": int(x.offsets.diff().min()), "max_seqlen": x.max_length}
-
-    def call() -> Tensor:
-        nested = (
-            torch.nested.nested_tensor_from_jagged(leaf, x.offsets, **lengths).transpose(1, 2)
-            for leaf in x.leaves.values()
-        )
-        return F.scaled_dot_product_attention(*nested).transpose(1, 2).values()
-
-    return call
 
 
 def _padded(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Relaid:
@@ -232,9 +179,6 @@ PEERS = {
     "flash-attention-3": functools.partial(varlen, flash_attention_3),
     "torch-varlen": functools.partial(varlen, torch_varlen),
     "fbgemm-sll": fbgemm_sll_multi_head,
-    "fbgemm-sll-basic": fbgemm_sll_basic,
-    "flex-attention": flex_attention,
-    "nested-tensor": nested_tensor,
     "padded-flash": dense_flash,
     "padded": dense,
 }

@@ -15,7 +15,7 @@ from torch import Tensor
 from suites import Inputs, Relaid
 from suites import self_attention as base
 from suites._attention import Padding
-from suites._self_attention import PEERS, Call, dense, flex_attention, ours
+from suites._self_attention import PEERS, Call, dense, ours
 from suites.target_attention_recency import NUM_BUCKETS, buckets_of
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.testing import Case
@@ -95,18 +95,6 @@ def _beside_table(x: Inputs, own: Relaid) -> Relaid:
     return replace(own, leaves=leaves, lay=of_rows(own.lay), restore=of_rows(own.restore))
 
 
-def flex_biased(x: Inputs) -> Relaid:
-    """FlexAttention that gathers the bias of each pair from the table."""
-    buckets = buckets_of(torch.arange(x.max_length, device=x.offsets.device))
-    table, longest = x.leaves[TABLE], x.max_length - 1
-
-    def add_bias(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = (i - j).abs().clamp(max=longest)  # that of a hidden pair may be longer
-        return score + table[buckets[distance], head]
-
-    return _beside_table(x, flex_attention(without_table(x), add_bias))
-
-
 def dense_biased(x: Inputs) -> Relaid:
     """The textbook formula on padded operands."""
     return _beside_table(x, dense(without_table(x), bias_of(x)))
@@ -125,7 +113,6 @@ SUITE = replace(
             f"{name}-unbiased": functools.partial(unbiased, PEERS[name])
             for name in ("flash-attention-3", "torch-varlen")
         },
-        "flex-attention": flex_biased,
         "padded": dense_biased,
     },
 )

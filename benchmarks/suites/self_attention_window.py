@@ -1,18 +1,13 @@
 """``jagged_flash_attention`` within a window, by the pairs that are seen.
 
-Each shape is a case without a window, causal, and one for each window. What is printed in the end
-is the time of a visible pair and head beside that of the same shape without a window: equal, if the
-time goes with the pairs.
+Each shape is a case without a window, causal, and one for each window.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import pandas as pd
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from suites import Cost, Inputs, Relaid
@@ -84,27 +79,6 @@ def cost(x: Inputs) -> dict[str, Cost]:
     return {"forward": Cost(4 * moved, 2 * product), "backward": Cost(8 * moved, 5 * product)}
 
 
-def summary(frame: pd.DataFrame) -> Table:
-    """Time of a visible pair and head, in picoseconds, and beside that without a window."""
-    metric = "graph_time" if "graph_time" in set(frame["metric"]) else "time"
-    figures = frame[(frame["metric"] == metric) & (frame["provider"] == "ours")]
-    products = figures["mode"].map({"forward": 2, "backward": 5, "both": 7})
-    pairs = figures["flops"] / (2 * figures["D"] * products)
-    figures = figures.assign(each=figures["median"] * 1e9 / pairs)
-    figures = figures.assign(case=figures["case"].str.removesuffix("-quick"))
-    figures = figures.pivot_table("each", "case", "mode", sort=False)
-    table = Table(box=None, title=f"ps of a visible pair and head, by {metric}; to no window")
-    table.add_column("case", no_wrap=True)
-    for mode in figures:
-        table.add_column(str(mode), justify="right")
-    for case, each in figures.iterrows():
-        whole = f"{str(case).rsplit('-', 1)[0]}-all"
-        ratios = each / figures.loc[whole] if whole in figures.index else each * math.nan
-        cells = (f"{ps:.3g} / {ratio:.2f}" for ps, ratio in zip(each, ratios, strict=True))
-        table.add_row(str(case), *cells)
-    return table
-
-
 SUITE = replace(
     base.SUITE,
     name="self_attention_window",
@@ -113,5 +87,4 @@ SUITE = replace(
     oracle=functools.partial(within_window, flash_attention_oracle),
     cost=cost,
     providers={"ours": ours, "padded": padded},
-    summary=summary,
 )

@@ -1,30 +1,20 @@
 """The feature interactions of the paper's Table 1: native PyTorch with padding, FBGEMM, and ours.
 
-    python benchmarks/run.py table1 --graph --csv table1.csv
-    python benchmarks/run.py table1 --graph --csv table1-tf32.csv --tf32 --cases '*-paper'
-
-prints the table in the paper's form in the end, with the paper's ratios beside ours, and what is
-aimed at. Aims are latency and memory against padding as in the paper, latency against FBGEMM, and
-the part of the floor where tensors do not fit the L2 cache. "paper" is its shape, which its FLOP
-and memory columns give away. Every sample has as many rows of y as of x.
+"paper" is its shape, which its FLOP and memory columns give away. Every sample has as many rows of
+y as of x. ``report.py`` puts the paper's ratios beside ours.
 
 ``padded`` has padded operands from the start, and leaves its result padded, which is the best case
 of a model that pads; ``jagged-padded-jagged`` pads and unpads in every call.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import pandas as pd
 import torch
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 import torchrec_jagged_attn
-from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
+from suites import Cost, Inputs, Relaid, Suite, UnavailableError
 from torchrec_jagged_attn.testing import Case, jagged_lengths, offsets_of
 
 SIZES = {  # of each shape: B, L, D, T and dtype
@@ -47,8 +37,6 @@ class Op:
         fbgemm: the same by FBGEMM's CUDA op, if there is one; and by its SLL Triton op.
         sll: likewise.
         flops: of products, from ``(N, P, D, T)``.
-        time_ratio: native over jagged latency in the paper.
-        memory_ratio: native over jagged memory in the paper.
     """
 
     layout: dict[str, str]
@@ -57,8 +45,6 @@ class Op:
     fbgemm: Callable[["Jagged"], Tensor] | None
     sll: Callable[["Jagged"], Tensor]
     flops: Callable[[int, int, int, int], int]
-    time_ratio: float
-    memory_ratio: float
 
 
 class Jagged:
@@ -112,8 +98,6 @@ OPS = {
             *j.operands, j.offsets, j.max_length, j.allow_tf32, use_fbgemm_kernel=False
         ),
         lambda n, p, d, t: 2 * n * d * t,
-        1.67,
-        2.83,
     ),
     "jagged_jagged_bmm": Op(
         {"x": "ND", "y": "NT", "out": "BDT"},
@@ -124,8 +108,6 @@ OPS = {
             *j.operands, j.offsets, j.max_length, j.allow_tf32, use_fbgemm_kernel=False
         ),
         lambda n, p, d, t: 2 * n * d * t,
-        2.52,
-        1.98,
     ),
     "jagged_softmax": Op(
         {"x": "NT", "out": "NT"},
@@ -136,8 +118,6 @@ OPS = {
             *j.operands, j.offsets, j.max_length, use_fbgemm_kernel=False
         ),
         lambda n, p, d, t: 5 * n * t,
-        1.38,
-        1.98,
     ),
     "jagged_jagged_bmm_jagged_out": Op(
         {"x": "ND", "y": "ND", "out": "P"},
@@ -146,8 +126,6 @@ OPS = {
         None,
         lambda j: torch.ops.fbgemm.sll_jagged_jagged_bmm_jagged_out(*j.operands, *j.of_pairs()),
         lambda n, p, d, t: 2 * p * d,
-        2.29,
-        3.11,
     ),
     "array_jagged_bmm_jagged_out": Op(
         {"p": "P", "y": "ND", "out": "ND"},
@@ -156,8 +134,6 @@ OPS = {
         None,
         lambda j: torch.ops.fbgemm.sll_array_jagged_bmm_jagged_out(*j.operands, *j.of_pairs()),
         lambda n, p, d, t: 2 * p * d,
-        1.29,
-        2.18,
     ),
     "jagged2_softmax": Op(
         {"p": "P", "out": "P"},
@@ -168,8 +144,6 @@ OPS = {
             *j.operands, j.offsets, j.pair_offsets, j.max_length, transpose=False
         ),
         lambda n, p, d, t: 5 * p,
-        3.06,
-        2.94,
     ),
 }
 
@@ -331,129 +305,6 @@ def cost(x: Inputs) -> dict[str, Cost]:
     }
 
 
-CLOCKS = {"graph_time": "graph", "time": "eager"}
-PEERS = ("padded", "jagged-padded-jagged", "fbgemm-cuda", "fbgemm-sll")
-COLUMNS = (
-    *("padded", "pads in call", "FBGEMM", "SLL", "ours"),
-    *("padded / ours", "pads / ours", "paper's", "FBGEMM / ours", "of floor"),
-)
-L2_BYTES = 50 * 2**20  # of an H100 or H200
-
-
-class Figures:
-    """Medians of an op in one shape; NaN where there is none."""
-
-    def __init__(self, rows: pd.DataFrame) -> None:
-        self.shape = rows.iloc[0]
-        self.work = rows.set_index("mode")[["bytes", "flops"]].groupby("mode").first()
-        self._medians = rows.set_index(["mode", "provider", "metric"])["median"].to_dict()
-
-    def of(self, mode: str, provider: str, *metrics: str) -> float:
-        """The sum of ``metrics``."""
-        return sum(self._medians.get((mode, provider, metric), math.nan) for metric in metrics)
-
-    def ratio(self, mode: str, peers: Iterable[str], *metrics: str) -> float:
-        """The best of ``peers`` over ours."""
-        theirs = [self.of(mode, peer, *metrics) for peer in peers]
-        best = min((x for x in theirs if math.isfinite(x)), default=math.nan)
-        return best / self.of(mode, "ours", *metrics)
-
-    def of_floor(self, mode: str, clock: str) -> float:
-        return self.of(mode, "floor", "time") / self.of(mode, "ours", clock)
-
-
-def summary(frame: pd.DataFrame) -> Group:
-    """Tables in the paper's form, one for each shape and mode that ran; then what is aimed at.
-
-    ``FBGEMM / ours`` takes the better of its two. Memory is that of the operands and of what a
-    call takes on top. FLOPs are those of products and softmaxes.
-    """
-    clocks = [clock for clock in CLOCKS if clock in set(frame["metric"])]
-    cases = frame.groupby(frame["case"].str.removesuffix("-quick"))
-    of_case = {case: Figures(rows) for case, rows in cases}
-    tables = []
-    for shape in SIZES:
-        ran = {name: of_case[case] for name in OPS if (case := f"{name}-{shape}") in of_case}
-        for mode in (mode for mode in MODES if ran and mode in set(frame["mode"])):
-            table = Table(box=None, padding=(0, 1, 0, 0), title=f"Table 1, {shape}, {mode}")
-            table.add_column("op", no_wrap=True)
-            table.add_column("", no_wrap=True)
-            for column in COLUMNS:
-                table.add_column(column, justify="right")
-            for name, figures in ran.items():
-                for line in _lines(OPS[name], mode, clocks, figures):
-                    table.add_row(name, *line)
-                    name = ""
-            tables.append(table)
-        if ran:
-            tables.append(_table_of_aims(shape, clocks, ran))
-    return Group(*tables)
-
-
-def _lines(op: Op, mode: str, clocks: list[str], figures: Figures) -> Iterator[list[str]]:
-    """Latency, memory and FLOPs of an op; a dash where there is no figure."""
-    batch_size, length, width, targets = figures.shape[["B", "L", "D", "T"]]
-    calls = {"forward": 1, "backward": len(op.layout) - 1, "both": len(op.layout)}[mode]
-    padded_flops = calls * op.flops(batch_size * length, batch_size * length**2, width, targets)
-    flops = [padded_flops, padded_flops, math.nan, math.nan, figures.work["flops"][mode]]
-    paper = (op.time_ratio, op.memory_ratio) if mode == "forward" else (math.nan, math.nan)
-
-    def cells(values: Iterable[float], form: str) -> list[str]:
-        return [form.format(value) if math.isfinite(value) else "–" for value in values]
-
-    def values_and_ratios(papers: float, *metrics: str, unit: float = 1.0) -> list[str]:
-        values = [unit * figures.of(mode, provider, *metrics) for provider in (*PEERS, "ours")]
-        ratios = [figures.ratio(mode, [peer], *metrics) for peer in PEERS[:2]]
-        fbgemm = figures.ratio(mode, PEERS[2:], *metrics)
-        return cells(values, "{:.1f}") + cells([*ratios, papers, fbgemm], "{:.2f}")
-
-    for clock in clocks:
-        of_floor = cells([figures.of_floor(mode, clock)], "{:.0%}")
-        yield [f"{CLOCKS[clock]} µs", *values_and_ratios(paper[0], clock, unit=1e3), *of_floor]
-    yield ["MiB", *values_and_ratios(paper[1], "operands", "peak_memory")]
-    yield ["GFLOP", *cells([x / 1e9 for x in flops], "{:.3g}")]
-
-
-def _table_of_aims(shape: str, clocks: list[str], ran: dict[str, Figures]) -> Table:
-    """Each ratio beside what it is to be at least: ``3.38 ≥ 1.67``, or not: ``1.91 < 2.83``."""
-    table = Table(box=None, pad_edge=False, title=f"Theirs over ours and what is aimed at, {shape}")
-    table.add_column("", no_wrap=True)
-    for name in ran:
-        table.add_column(name.replace("_", " "), justify="right", width=12)
-    aims = [_aims(OPS[name], clocks, figures) for name, figures in ran.items()]
-    for label in aims[0]:
-        table.add_row(label, *(_compared(*of_op[label]) for of_op in aims))
-    return table
-
-
-def _aims(op: Op, clocks: list[str], figures: Figures) -> dict[str, tuple[float, float]]:
-    """Ratios, theirs over ours, and what each is to be at least; NaN where that is open."""
-    aims = {}
-    for mode, of_padded, of_fbgemm in (("forward", op.time_ratio, 1.3), ("both", 1.5, 2.0)):
-        for clock in clocks:
-            of_clock = of_fbgemm if clock == "graph_time" else 1.0
-            label = f"{mode}, {CLOCKS[clock]}"
-            aims[f"padded, {label}"] = (figures.ratio(mode, PEERS[:1], clock), of_padded)
-            aims[f"FBGEMM, {label}"] = (figures.ratio(mode, PEERS[2:], clock), of_clock)
-    for name, peer in (("padded", PEERS[0]), ("pads in call", PEERS[1])):
-        ratio = figures.ratio("forward", [peer], "operands", "peak_memory")
-        aims[f"{name}, forward, memory"] = (ratio, op.memory_ratio)
-    for mode in ("forward", "both"):
-        past_cache = mode in figures.work.index and figures.work["bytes"][mode] > L2_BYTES
-        of_floor = figures.of_floor(mode, clocks[0])
-        aims[f"floor, {mode}, {CLOCKS[clocks[0]]}"] = (of_floor, 0.75 if past_cache else math.nan)
-    return aims
-
-
-def _compared(ratio: float, aim: float) -> Text:
-    if not math.isfinite(ratio):
-        return Text("–")
-    if not math.isfinite(aim):
-        return Text(f"{ratio:.2f}")
-    met = ratio >= aim
-    return Text(f"{ratio:.2f} {'≥' if met else '<'} {aim:.2f}", "" if met else "bold red")
-
-
 SUITE = Suite(
     name="table1",
     measures="the paper's Table 1: jagged products, softmaxes",
@@ -469,5 +320,4 @@ SUITE = Suite(
         "fbgemm-sll": fbgemm_sll,
     },
     default=tuple(name for name, case in CASES.items() if case.large),
-    summary=summary,
 )

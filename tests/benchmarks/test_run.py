@@ -98,13 +98,10 @@ def with_one_case_of_each_kind(suite):
 
 @pytest.fixture(scope="module")
 def all_of_quick(tmp_path_factory):
-    """Exit status, CSV, what is printed and seconds of a core of a quick run of all kinds.
-
-    Peers that Inductor compiles run uncompiled here; compiled, they meet empty histories below.
-    """
+    """Exit status, CSV, what is printed and seconds of a core of a quick run of all kinds."""
     begin, printed = time.process_time(), io.StringIO()
     known = {name: with_one_case_of_each_kind(suite) for name, suite in SUITES.items()}
-    with contextlib.redirect_stdout(printed), torch.compiler.set_stance("force_eager"):
+    with contextlib.redirect_stdout(printed):
         status, frame = run_quickly(tmp_path_factory.mktemp("quick"), known=known)
     return status, frame, printed.getvalue(), time.process_time() - begin
 
@@ -116,49 +113,10 @@ def test_suites_of_self_attention_are_right(all_of_quick):
     dense = {"padded", "padded-flash", "full-flash"}
     assert set(of_figure["provider"]) == {"floor", "ours", "ours-unfused", *dense}
     left_out = re.findall(r"(.*): not run here", printed)
-    for peer in ("flash-attention-3", "torch-varlen", "fbgemm-sll-basic", "nested-tensor"):
+    for peer in ("flash-attention-3", "torch-varlen", "fbgemm-sll"):
         assert any(peer in names.split(", ") for names in left_out)
     with_bias = frame[frame["suite"] == "self_attention_recency"]
     assert set(with_bias["provider"]) == {"floor", "ours+recency", "ours-unbiased", "padded"}
-    assert "figure2, both, eager" in printed
-    assert "figure2_skewed, both, eager" in printed
-
-
-def test_ratios_of_figure2_count_operands_and_the_better_dense_flash():
-    figures = {  # milliseconds as a CUDA graph, MiB of operands and on top
-        "ours": (2, 3, 1),
-        "padded": (20, 8, 80),
-        "padded-flash": (8, 10, 2),
-        "full-flash": (7, 8, 2),
-    }
-    rows = [
-        {"suite": "figure2", "case": "length-64", "mode": "forward", "L": 64, "fill": 0.5}
-        | {"provider": provider, "metric": metric, "median": value}
-        for provider, values in figures.items()
-        for metric, value in zip(("graph_time", "operands", "peak_memory"), values, strict=True)
-    ]
-    rows += [row | {"metric": "time", "median": 99} for row in rows[::3]]
-    printed = io.StringIO()
-    Console(file=printed, width=120).print(SUITES["figure2"].summary(pd.DataFrame(rows)))
-    cells = [line.split() for line in printed.getvalue().splitlines()]
-    assert ["64", "0.5", "10.00", "3.50", "22.00", "60%"] in cells
-    assert ["paper", "9.00", "3.00", "22.00", "53%"] in cells
-
-
-def test_time_of_a_visible_pair_is_held_against_that_without_a_window():
-    """8 pairs of 4 rows and a head in 16 ms, and 2 in 2 ms: half the time of each."""
-    shape = {"metric": "time", "mode": "forward", "provider": "ours", "D": 3}
-    rows = [
-        shape | {"case": "x-window-all", "median": 16.0, "flops": 2 * 2 * 3 * 8},
-        shape | {"case": "x-window-64", "median": 2.0, "flops": 2 * 2 * 3 * 2},
-        shape | {"case": "x-window-64", "median": 9.0, "flops": 9.0, "provider": "floor"},
-    ]
-    printed = io.StringIO()
-    summary = SUITES["self_attention_window"].summary
-    for shown in (rows, rows[2:]):
-        Console(file=printed, width=120).print(summary(pd.DataFrame(shown)))
-    assert "2e+09 / 1.00" in printed.getvalue()
-    assert "1e+09 / 0.50" in printed.getvalue()
 
 
 def test_pairs_of_a_window_are_those_that_are_seen():
@@ -171,21 +129,19 @@ def test_pairs_of_a_window_are_those_that_are_seen():
 
 
 def unscaled(q, k, v, offsets, length, *rest):
-    """What FBGEMM's ops of self-attention compute, of ``[H, N, D]`` or ``[N, D]``."""
-    rows = [t if t.dim() == 3 else t.unsqueeze(0) for t in (q, k, v)]
-    out = flash_attention_oracle(*(t.transpose(0, 1) for t in rows), offsets, scale=1.0)
-    return out.transpose(0, 1).reshape(q.shape) / length
+    """What FBGEMM's op of self-attention computes, of ``[H, N, D]``."""
+    out = flash_attention_oracle(*(t.transpose(0, 1) for t in (q, k, v)), offsets, scale=1.0)
+    return out.transpose(0, 1) / length
 
 
-@pytest.mark.parametrize("maker", ["fbgemm_sll_multi_head", "fbgemm_sll_basic"])
-def test_fbgemm_is_right_with_nothing_but_its_op_in_the_call(maker, monkeypatch):
+def test_fbgemm_is_right_with_nothing_but_its_op_in_the_call(monkeypatch):
     pytest.importorskip("fbgemm_gpu.sll")
     suite = SUITES["self_attention"]
     x = suite.inputs(run.shrink(suite.cases["cpu-self-200"]), "cpu").double()
-    ops = ("sll_multi_head_jagged_flash_attention", "sll_jagged_flash_attention_basic")
     monkeypatch.setattr(_self_attention, "need_cuda", lambda x: None)
-    monkeypatch.setattr(torch.ops, "fbgemm", SimpleNamespace(**dict.fromkeys(ops, unscaled)))
-    actual = run.outcome(getattr(_self_attention, maker)(x), x, ["both"])
+    op = SimpleNamespace(sll_multi_head_jagged_flash_attention=unscaled)
+    monkeypatch.setattr(torch.ops, "fbgemm", op)
+    actual = run.outcome(_self_attention.fbgemm_sll_multi_head(x), x, ["both"])
     expected = run.outcome(lambda: suite.oracle(x), x, ["both"])
     torch.testing.assert_close(actual, expected)
 
