@@ -31,7 +31,6 @@ METRICS = {
     **dict.fromkeys(("auc", "auc_se", "ahead", "ahead_se"), "AUC"),
     **dict.fromkeys(("ne", "ne_se"), "NE"),
     "served": "requests/s",
-    "footprint": "KiB",
 }
 """The metrics that documents show, and the units in which files have them."""
 UNITS = {

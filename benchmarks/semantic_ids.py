@@ -130,10 +130,8 @@ def make_up(num_rows: int, width: int, power: float = 0.75, seed: int = 0) -> Te
     return torch.randn(num_rows, width, generator=generator) * deviations @ axes
 
 
-def learn(
-    data: str, width: int, epochs: int, device: str, seed: int = 0, *, all_items: bool = False
-) -> Tensor:
-    """Embeddings of the items of ``data`` that a training event has, or of all items."""
+def learn(data: str, width: int, epochs: int, device: str, seed: int = 0) -> Tensor:
+    """Embeddings of the items of ``data`` that a training event has."""
     run = quality.Run(data, "mean", seed, width=width)
     events = quality.events_of(data, run.max_history, seed)
     trainer = quality.Trainer(run, events, device)
@@ -142,7 +140,7 @@ def learn(
             trainer.learn(batch)
     rows = trainer.model.tables.embeddings["item_table"].weight.detach()
     of_training = np.unique(events.log.item[events.train_rows])
-    return rows if all_items else rows[torch.from_numpy(of_training).to(device)]
+    return rows[torch.from_numpy(of_training).to(device)]
 
 
 def compare(name: str, rows: Tensor, budgets: list[int]) -> Iterator[dict[str, object]]:

@@ -69,20 +69,6 @@ LOGS = {
     "planted": "synthetic",
 }
 """What quality is measured on, by the names of files and folders."""
-ITEMS = {
-    "rows": "fp32",
-    "integers, 8 bits": "integers of 8 bits",
-    "integers, 4 bits": "of 4 bits",
-    "integers, 2 bits": "of 2 bits",
-    "k-means": "residual k-means",
-    "k-means + tables": "the same, tables trained",
-    "discrete PCA": "`DiscretePCA`, three levels",
-    "discrete PCA + basis": "the same, mean and basis trained",
-    "FSQ": "finite scalar quantization",
-    "hashed table": "a hashed table, trained",
-    "VQ fusion + basis": "`VQFusion`, mean and basis trained",
-}
-"""Ways of ``semantic_ids_ranking.py`` to keep items, in words."""
 EVENTS = {
     "all": "all",
     "boosted": "all, boosted by relevance",
@@ -467,20 +453,6 @@ MODEL_TABLES = {
                 for metric, head in (("auc", "AUC"), ("ahead", "less recency's"))
             )
         ),
-        mode="test",
-    ),
-    "semantic_ids_ranking": Table(
-        ("semantic_ids_ranking",),
-        "items | bytes a row",
-        {
-            f"{words} | {size or '–'}": f"{way}-{size}"
-            for size in (0, 8, 20)
-            for way, words in ITEMS.items()
-            if (size == 0) == (way == "rows" or way.startswith("integers"))
-        },
-        """KiB = {* footprint @ml-1m}
-        MovieLens-1M: AUC = {* auc @ml-1m} ± {* auc_se @ml-1m}
-        MovieLens-1M: NE = {* ne @ml-1m} ± {* ne_se @ml-1m}""",
         mode="test",
     ),
     "event_selection": Table(

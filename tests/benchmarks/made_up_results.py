@@ -86,17 +86,9 @@ def write_trainings(folder: Path) -> None:
 
 
 def write_ways(folder: Path) -> None:
-    """Files of ``semantic_ids_ranking.py`` and ``event_selection.py``, of two seeds each."""
+    """A file of ``event_selection.py``, of two seeds."""
     stamp = {"device": "a GPU", "torch": "2.13.0", "torchrec": "1.8.0",
              "torchrec_jagged_attn": "0.1.0", "date": "2026-11-25T01:02:03+00:00"}  # fmt: skip
-    items = [
-        {"data": "ml-1m", "max_history": 50, "width": 64, "epochs": 20, "way": way, "budget": 8,
-         "seed": seed, "bytes": 8.0, "shared, KiB": size - 30, "footprint, KiB": size,
-         "auc": auc + seed / 1000, "ne": 0.8, **stamp}
-        for way, size, auc in (("k-means + tables", 541, 0.85), ("discrete PCA + basis", 39, 0.84))
-        for seed in (0, 1)
-    ]  # fmt: skip
-    pd.DataFrame(items).to_csv(folder / "semantic_ids_ranking.csv", index=False)
     events = [
         {"data": "made-up", "users": 9, "events": 90, "noise": 0.75, "max_history": 9, "width": 8,
          "epochs": 1, "batch_size": 2, "lr": 1e-3, "way": way, "budget": budget, "seed": seed,

@@ -179,8 +179,6 @@ def test_ways_and_their_budgets(results):
     assert rows["events"] == ["budget", *(f"made up: {head}" for head in heads)]
     assert rows["all"] == ["1", "0.6 ± 0", "0.9", "100 (1 ×)"]
     assert rows["by relevance"] == ["½", "0.5 ± 0", "0.9", "200 (2 ×)"]
-    rows = cells_of(report.figures_table(TABLES["semantic_ids_ranking"], results))
-    assert rows["the same, tables trained"] == ["8", "541", "0.8505 ± 0.0005", "0.8 ± 0"]
 
 
 def test_words_for_all_ways():
