@@ -1,5 +1,6 @@
 """Rows of histories that stay with their shard: training equals that of one process."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
@@ -32,9 +36,9 @@ from tests.torchrec.two_ranks import (
     train_unsharded,
 )
 from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
-from torchrec_jagged_attn.modules.history_sharding import (
-    ShardedHistoryEmbeddingCollection,
-)
+from torchrec_jagged_attn.modules import pooling
+from torchrec_jagged_attn.modules.history_sharding import ShardedHistoryEmbeddingCollection
+from torchrec_jagged_attn.modules.owned_rows import _Transfer
 
 CPU = torch.device("cpu")
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
@@ -210,6 +214,66 @@ def test_what_is_sent_does_not_depend_on_the_length(tmp_path: Path):
         assert len(short[True]) >= 4  # forward and backward, of queries and results
         assert short[True] == long[True]
         assert sum(long[False]) - sum(short[False]) == 3 * (50 - 2) * 3
+
+
+def record_order(_: torch.device) -> dict[str, list[str]]:
+    """What happens one after the other, forward and backward."""
+    results = {}
+    start, finish = _Transfer.start, _Transfer.finish
+    reduce, look_up = pooling._segment_reduce, ShardedEmbeddingBagCollection.compute_and_output_dist
+
+    for name, options in {
+        "stay": {"single_lookup": True},
+        "travel": {"encoder": EncoderConfig()},
+    }.items():
+        model, events = sharded(make_collection(**options), "stay by row"), []
+
+        def note(event: str, function: Callable, *args: Any, to=events, **kwargs: Any) -> Any:
+            to.append(event)
+            result = function(*args, **kwargs)
+            if event == "pool":
+                result.register_hook(lambda _: to.append("pool, backward"))
+            return result
+
+        def noted(event: str, function: Callable, note=note) -> Callable:
+            return lambda *args, **kwargs: note(event, function, *args, **kwargs)
+
+        with (
+            mock.patch.object(_Transfer, "start", noted("start", start)),
+            mock.patch.object(_Transfer, "finish", noted("finish", finish)),
+            mock.patch.object(pooling, "_segment_reduce", noted("pool", reduce)),
+            mock.patch.object(
+                ShardedEmbeddingBagCollection, "compute_and_output_dist", noted("bags", look_up)
+            ),
+        ):
+            loss = model(of_length(4)).values().square().sum()
+            events.append("loss")
+            loss.backward()
+        results[name] = events
+    return results
+
+
+def test_exchanges_overlap_with_other_work(tmp_path: Path):
+    """Of queries with the pooling of other features, of whole histories with the lookup of bags."""
+    for events in run_ranks(record_order, tmp_path, "gloo"):
+        queries, results = ["start", "pool", "finish"], ["start", "finish"]
+        gradients = [*results, "start", "pool, backward", "finish"]
+        assert events["stay"] == [*queries, *results, "loss", *gradients]
+        assert events["travel"] == ["start", "bags", "finish", "loss", *results]
+
+
+def weigh(_: torch.device) -> str:
+    """The error of weights of rows that are elsewhere."""
+    model = sharded(make_collection(), "stay by row").module
+    history = model.embedding_collections["8"](of_length(4))["hist"]
+    with pytest.raises(NotImplementedError) as error:
+        model.pooling.attentions[0].attention_weights(torch.zeros(3, 8), history)
+    return str(error.value)
+
+
+def test_weights_of_rows_that_are_elsewhere_are_refused(tmp_path: Path):
+    for message in run_ranks(weigh, tmp_path, "gloo"):
+        assert message.startswith("history must have its rows on this rank, got one of those that")
 
 
 def track_lookups(_: torch.device) -> list[dict[str, list[int]]]:

@@ -13,8 +13,9 @@ TorchRec has no public way to this. Here and in ``history_planner.py``, ``lookup
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ from torchrec_jagged_attn.modules.batch_checks import (
     has_no_sample,
     one_sample_without_ids,
 )
-from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, exchange
+from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
 
 __all__ = [
     "HistoryEmbeddingCollectionSharder",
@@ -162,8 +163,9 @@ class _HistoryDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             values[:, 0] -= owner * self._rows_per_rank
             cell, order = (owner * num_samples + sample).int().sort(stable=True)
             values = values[order]
-            cells = torch.arange(self._num_ranks * num_samples + 1, device=device)
-            counts = torch.searchsorted(cell, cells.int()).diff()
+            num_cells = self._num_ranks * num_samples
+            cells = torch.arange(num_cells + 1, dtype=torch.int32, device=device)
+            counts = torch.searchsorted(cell, cells).diff()
             if not self.history.stays:
                 self.unbucketize_permute_tensor = order.argsort()
         sent = KeyedJaggedTensor(
@@ -204,13 +206,16 @@ class _Awaitable(LazyAwaitable[dict[str, JaggedTensor]]):
     """What travels by TorchRec, and histories."""
 
     def __init__(
-        self, travelling: EmbeddingCollectionAwaitable, histories: dict[str, JaggedTensor]
+        self,
+        travelling: EmbeddingCollectionAwaitable,
+        histories: dict[str, Callable[[], JaggedTensor]],
     ) -> None:
         super().__init__()
         self._travelling, self._histories = travelling, histories
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
-        return {**self._travelling.wait(), **self._histories}
+        histories = {name: wait() for name, wait in self._histories.items()}
+        return {**self._travelling.wait(), **histories}
 
 
 class _Part(NamedTuple):
@@ -350,7 +355,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         contexts = iter(ctx.sharding_contexts)
         awaitables, at_home, names = [], [], []
-        histories: dict[str, JaggedTensor] = {}
+        histories: dict[str, Callable[[], JaggedTensor]] = {}
         for part, received, lookup, output_dist in zip(
             self._parts, self._received(input), self._lookups, self._output_dists, strict=True
         ):
@@ -442,18 +447,22 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         rows: Tensor,
         context: SequenceShardingContext,
         sent: KeyedJaggedTensor,
-    ) -> JaggedTensor:
-        """One history, of the ``rows`` of it that this rank has."""
+    ) -> Callable[[], JaggedTensor]:
+        """One history, of the ``rows`` of it that this rank has, to be waited for."""
         num_columns, at_home = history.num_columns, context.features_before_input_dist
         assert at_home is not None
         columns = sent.values().view(-1, num_columns).unbind(1)
         per_home = [n // num_columns for n in context.output_splits]
         if not history.stays:
             per_owner = [n // num_columns for n in context.input_splits]
-            values = exchange(rows, per_owner, per_home, self._group)
-            if context.unbucketize_permute_tensor is not None:
-                values = _Permute.apply(values, context.unbucketize_permute_tensor)
-            return JaggedTensor(values, lengths=at_home.lengths(), offsets=at_home.offsets())
+            get_values = start_exchange(rows, per_owner, per_home, self._group)
+            order = context.unbucketize_permute_tensor
+
+            def whole() -> JaggedTensor:
+                values = get_values() if order is None else _Permute.apply(get_values(), order)
+                return JaggedTensor(values, lengths=at_home.lengths(), offsets=at_home.offsets())
+
+            return whole
         samples = context.batch_size_per_rank
         lengths = sent.lengths().long() // num_columns
         if not sent.keys():  # of a rank that has no part of the table
@@ -470,7 +479,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             samples_per_home=samples,
             group=self._group,
         )
-        return RemoteHistory(at_home.lengths(), at_home.values().shape[0], owned)
+        num_rows = at_home.values().shape[0]
+        return functools.partial(RemoteHistory, at_home.lengths(), num_rows, owned)
 
 
 def _add_context(
@@ -490,7 +500,7 @@ class _SplitRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, counts, factors):
         ctx.counts, ctx.factors = counts, factors
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.shape = x.shape
         return x.split(counts)
 
     @staticmethod

@@ -10,13 +10,16 @@ rows stay where the rows are. How much is sent does not depend on the lengths of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.arguments import TargetArguments
@@ -28,7 +31,7 @@ from torchrec_jagged_attn.ops.target_attention import (
     target_attention_with_lse,
 )
 
-__all__ = ["OwnedRows", "RemoteHistory", "attend_at_owners", "exchange"]
+__all__ = ["OwnedRows", "RemoteHistory", "attend_at_owners", "start_exchange"]
 
 
 class OwnedRows(NamedTuple):
@@ -54,6 +57,13 @@ class OwnedRows(NamedTuple):
     samples_per_home: list[int]
     group: dist.ProcessGroup
 
+    def of_homes(self) -> Iterator[OwnedRows]:
+        """Those of each home."""
+        rows, samples = self.rows_per_home, self.samples_per_home
+        sizes = rows, samples, rows, rows, rows
+        split = (_split(x, of_x) for x, of_x in zip(self[:5], sizes, strict=True))
+        return (OwnedRows(*x, *self[5:]) for x in zip(*split, strict=True))  # pyright: ignore
+
 
 class RemoteHistory(JaggedTensor):
     """A history as its home has it, whose rows are on their owners: its values are NaN ``[N, D]``
@@ -72,30 +82,62 @@ class RemoteHistory(JaggedTensor):
         return RemoteHistory(self.lengths()[:0], 0, self.owned)
 
 
-class _Exchange(torch.autograd.Function):
+class _Transfer:
+    """An all-to-all under way."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def start(self, x: Tensor, received: list[int], sent: list[int]) -> None:
+        self._out = x.new_empty(sum(received), *x.shape[1:])
+        self._work: Any = dist.all_to_all_single(
+            self._out, x.contiguous(), received, sent, group=self._group, async_op=True
+        )
+
+    def finish(self) -> Tensor:
+        self._work.wait()
+        out = self._out
+        del self._out, self._work
+        return out
+
+
+class _Start(torch.autograd.Function):
+    """Starts a transfer. Gradients are waited for here."""
+
     @staticmethod
-    def forward(ctx, x, received, sent, group):
-        ctx.sizes = sent, received, group
-        return _all_to_all(x, received, sent, group)
+    def forward(ctx, x, transfer, received, sent):
+        ctx.transfer = transfer
+        transfer.start(x, received, sent)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.transfer.finish(), None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    """Waits for a transfer. That of gradients starts here."""
+
+    @staticmethod
+    def forward(ctx, _, transfer, received, sent):
+        ctx.transfer, ctx.sizes = transfer, (sent, received)
+        return transfer.finish()
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_to_all(grad, *ctx.sizes), None, None, None
+        ctx.transfer.start(grad, *ctx.sizes)
+        return grad.new_empty(0), None, None, None
 
 
-def exchange(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """All-to-all of ``sent[r]`` rows to each rank ``r`` and ``received[r]`` from it, in their
-    order; and of gradients the other way.
-    """
-    return _Exchange.apply(x, received, sent, group)
-
-
-def _all_to_all(
+def start_exchange(
     x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
-    return out
+) -> Callable[[], Tensor]:
+    """Start an all-to-all of ``sent[r]`` rows to each rank ``r`` and ``received[r]`` from it, in
+    their order; and of gradients the other way. Returns a function that waits for the result.
+    """
+    transfer = _Transfer(group)
+    started = _Start.apply(x, transfer, received, sent)
+    return functools.partial(_Finish.apply, started, transfer, received, sent)
 
 
 class _Homes(NamedTuple):
@@ -109,17 +151,30 @@ class _Homes(NamedTuple):
     def own(self) -> int:
         return self.counts[self.rank]
 
-    def to_owners(self, x: Tensor) -> Tensor:
+    def to_owners(self, x: Tensor) -> Callable[[], Tensor]:
         """``[own, …]`` of this home to all owners: ``[sum of counts, …]``, of all homes."""
         copies = x.expand(len(self.counts), *x.shape).flatten(0, 1)
-        return exchange(copies, self.counts, [self.own] * len(self.counts), self.group)
+        return start_exchange(copies, self.counts, [self.own] * len(self.counts), self.group)
 
     def from_owners(self, x: Tensor) -> Tensor:
         """The way back: ``[ranks, own, …]``, what each owner made for this home."""
         received = [self.own] * len(self.counts)
-        return exchange(x, received, self.counts, self.group).unflatten(
-            0, (len(self.counts), self.own)
-        )
+        out = start_exchange(x, received, self.counts, self.group)()
+        return out.view(len(received), self.own, *x.shape[1:])
+
+
+class _Attention(LazyAwaitable[Tensor]):
+    """Attention whose queries are on their way to the owners."""
+
+    def __init__(self, steps: Iterator[Tensor]) -> None:
+        super().__init__()
+        self._steps = steps
+        next(steps)
+
+    @torch.compiler.disable()
+    def _wait_impl(self) -> Tensor:
+        (out,) = self._steps
+        return out
 
 
 @torch.compiler.disable()  # a compiled model breaks its graph here: ranks talk to each other
@@ -130,8 +185,11 @@ def attend_at_owners(
     learned: Learned,
     options: Options,
     dtype: torch.dtype,
-) -> Tensor:
+) -> LazyAwaitable[Tensor]:
     """``JaggedTargetAttention.forward`` over rows that stay.
+
+    Queries are sent at once. The rest is done when the output is waited for: all ranks must wait
+    for several such in one order.
 
     Args:
         query: targets ``[B, C]``; or ``[ΣT, C]``, with ``query_offsets``.
@@ -142,7 +200,7 @@ def attend_at_owners(
         dtype: of products and of the output.
 
     Returns:
-        ``[B, E]`` or ``[ΣT, E]``.
+        ``[B, E]`` or ``[ΣT, E]``, to be waited for.
 
     Raises:
         NotImplementedError: somebody has replaced the values of ``history``.
@@ -153,25 +211,56 @@ def attend_at_owners(
             "loss.backward(), got histories that were detached, as TrainPipelineSemiSync does: use "
             "TrainPipelineSparseDist"
         )
+    return _Attention(_attend_in_steps(query, query_offsets, history, learned, options, dtype))
+
+
+def _attend_in_steps(
+    query: Tensor,
+    query_offsets: Tensor | None,
+    history: RemoteHistory,
+    learned: Learned,
+    options: Options,
+    dtype: torch.dtype,
+) -> Iterator[Tensor]:
+    """See :func:`attend_at_owners`: yields once when queries are sent, and then the output."""
     owned, num_queries = history.owned, query.shape[0]
     rank = dist.get_rank(owned.group)
     samples = queries = _Homes(owned.samples_per_home, rank, owned.group)
     missing = samples.own - history.lengths().shape[0]  # one, where there is no sample
-    counts = None
+    drops = options.row_drops, options.weight_drops
+    counts = ends = None
+    seeds: list[tuple[Tensor | None, ...]] = []
     if query_offsets is None:
         query = F.pad(query, (0, 0, 0, missing)) if missing else query
     else:
-        counts = samples.to_owners(F.pad(query_offsets.diff().long(), (0, missing)))
+        counts = samples.to_owners(F.pad(query_offsets.diff().long(), (0, missing)))()
         queries = _Homes(_gather_counts(query, owned.group), rank, owned.group)
+    if any(drops):
+        ends = samples.to_owners(F.pad(history.offsets()[1:].long(), (0, missing)))()
+        seeds = _gather_seeds(drops, owned)
     with autocast_off(owned.rows):
         w_q, w_k, w_v, b_q, b_v = _projections(learned, dtype)
-        q = queries.to_owners(F.linear(query.to(dtype), w_q, b_q))
-        of_heads = options.num_heads, w_k.shape[0] // options.num_heads
-        u = torch.einsum("rhe,hed->rhd", q.unflatten(1, of_heads), w_k.unflatten(0, of_heads))
-        u = u.to(owned.rows.dtype)
-        pooled, lse = _attend(
-            u, counts, samples, queries, history, learned, options, of_heads[1] ** -0.5
-        )
+        get_q = queries.to_owners(F.linear(query.to(dtype), w_q, b_q))
+    yield query
+
+    # As an owner: of the samples and queries of all homes.
+    of_heads = options.num_heads, w_k.shape[0] // options.num_heads
+    with autocast_off(owned.rows):
+        q = get_q().unflatten(1, of_heads)
+        u = torch.einsum("rhe,hed->rhd", q, w_k.unflatten(0, of_heads)).to(owned.rows.dtype)
+        attend = functools.partial(_attend, learned, options, of_heads[1] ** -0.5)
+        if ends is None:
+            pooled, lse = attend(u, counts, owned)
+        else:  # by home, since each has its own seeds
+            of_homes = zip(
+                u.split(queries.counts),
+                _split(counts, samples.counts),
+                owned.of_homes(),
+                ends.split(samples.counts),
+                seeds,
+                strict=True,
+            )
+            pooled, lse = map(torch.cat, zip(*itertools.starmap(attend, of_homes), strict=True))
         if w_v is None:  # the columns of each head
             values = pooled.unflatten(2, of_heads).diagonal(dim1=1, dim2=2).transpose(1, 2)
         else:
@@ -179,26 +268,29 @@ def attend_at_owners(
             values = torch.einsum("rhd,hed->rhe", pooled.to(dtype), by_head)
         sums = torch.promote_types(values.dtype, torch.float32)
         parts = torch.cat([values.flatten(1).to(sums), lse.to(sums)], dim=1)
-        values, lse = queries.from_owners(parts)[:, :num_queries].split(
-            [w_k.shape[0], lse.shape[1]], dim=2
-        )
+
+        # As a home: of its own queries.
+        parts = queries.from_owners(parts)[:, :num_queries]
+        values, lse = parts.split([w_k.shape[0], lse.shape[1]], dim=2)
         if options.score == "softmax":
-            is_empty = (lse == -torch.inf).all(0)
-            weights = torch.softmax(lse.masked_fill(is_empty, 0), 0).unsqueeze(-1)
-            values = values.unflatten(2, of_heads) * weights
-            is_filled = ~is_empty.all(1)
-        else:
-            is_filled = history.lengths() > 0
-            if query_offsets is not None:
-                repeats = query_offsets.diff()
-                is_filled = is_filled.repeat_interleave(repeats, output_size=num_queries)
-        out = values.sum(0).flatten(1).to(dtype)
+            # Of finite logarithms the softmax is finite, too, where no owner has a row that counts.
+            weights = torch.softmax(lse.clamp_min(torch.finfo(sums).min), 0).unsqueeze(-1)
+            values = (values.unflatten(2, of_heads) * weights).flatten(2)
+        out = values.sum(0).to(dtype)
         if learned.out_weight is not None:
             if b_v is not None:
+                if options.score == "softmax":
+                    is_filled = (lse != -torch.inf).any(0).any(1)
+                else:
+                    is_filled = history.lengths() > 0
+                    if query_offsets is not None:
+                        is_filled = is_filled.repeat_interleave(
+                            query_offsets.diff(), output_size=num_queries
+                        )
                 out = out + is_filled.unsqueeze(1).to(dtype) * b_v
             b_out = None if learned.out_bias is None else learned.out_bias.to(dtype)
             out = F.linear(out, learned.out_weight.to(dtype), b_out)
-    return out
+    yield out
 
 
 def _projections(
@@ -222,95 +314,6 @@ def _gather_counts(x: Tensor, group: dist.ProcessGroup) -> list[int]:
     return counts.tolist()
 
 
-def _attend(
-    u: Tensor,
-    counts: Tensor | None,
-    samples: _Homes,
-    queries: _Homes,
-    history: RemoteHistory,
-    learned: Learned,
-    options: Options,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """``[R, H, D]`` of ``u`` over the rows of this owner, and their log-sum-exps ``[R, H]``; of
-    other scores than the softmax, ``[R, 0]``.
-
-    Args:
-        u: ``[R, H, D]``, queries of all homes.
-        counts: ``[S]``, how many of them each sample has, if not one.
-        samples: how many there are.
-        queries: likewise.
-        history: see :class:`RemoteHistory`.
-        learned: the parameters.
-        options: what the module was made with.
-        scale: of the scores.
-    """
-    owned = history.owned
-    places, ends = owned.places, torch.zeros_like(owned.lengths)
-    drops = options.row_drops, options.weight_drops
-    seeds: list[tuple[Tensor | None, ...]] = [(None, None)]
-    per_home = [[x.shape[0]] for x in (u, owned.lengths, owned.rows)]
-    if any(drops):
-        # Draws are by the numbers that rows and queries have at home, where queries begin at zero.
-        missing = samples.own - history.lengths().shape[0]
-        ends = samples.to_owners(F.pad(history.offsets()[1:].long(), (0, missing)))
-        places = places + ends.repeat_interleave(owned.lengths, output_size=places.shape[0])
-        seeds = _gather_seeds(drops, owned)
-        per_home = [queries.counts, samples.counts, owned.rows_per_home]
-
-    of_homes = [
-        _split_all(xs, sizes)
-        for xs, sizes in zip(
-            (
-                [u],
-                [owned.lengths, ends, counts],
-                [owned.rows, places, owned.ages, owned.prior_weights],
-            ),
-            per_home,
-            strict=True,
-        )
-    ]
-    outs, lses = [], []
-    for (u,), (lengths, ends, counts), (rows, places, ages, weights), of_home in zip(
-        *of_homes, seeds, strict=True
-    ):
-        args = TargetArguments(
-            query=u.unsqueeze(1) if counts is None else u,
-            history=rows,
-            offsets=_offsets(lengths),
-            query_offsets=None if counts is None else _offsets(counts),
-            indices=None,
-            bias=weights,
-            position_bias=learned.position_bias,
-            age_bias=learned.age_bias,
-            timestamps=None if ages is None else -ages,
-            request_time=None if ages is None else torch.zeros_like(lengths),
-            row_dropout=of_home[0],
-            dropout=of_home[1],
-            places=places,
-            ends=ends,
-            scale=scale,
-            score=options.score,
-            num_levels=0,
-            for_backward=torch.is_grad_enabled(),
-        )
-        if options.score == "softmax":
-            out, lse = target_attention_with_lse(args)
-        else:
-            out = call_target_attention(*args)
-            lse = out.new_empty(*out.shape[:-2], 0)
-        outs.append(out.flatten(0, -3))
-        lses.append(lse.flatten(0, -2))
-    return torch.cat(outs), torch.cat(lses)
-
-
-def _split_all(
-    tensors: Sequence[Tensor | None], sizes: list[int]
-) -> Iterator[tuple[Tensor | None, ...]]:
-    none = [None] * len(sizes)
-    return zip(*(none if x is None else x.split(sizes) for x in tensors), strict=True)
-
-
 def _gather_seeds(drops: tuple[int, int], owned: OwnedRows) -> list[tuple[Tensor | None, ...]]:
     """What rows and weights of each home are dropped by, drawn there as any attention draws it."""
     device = owned.rows.device
@@ -328,5 +331,63 @@ def _gather_seeds(drops: tuple[int, int], owned: OwnedRows) -> list[tuple[Tensor
     ]
 
 
+def _attend(
+    learned: Learned,
+    options: Options,
+    scale: float,
+    u: Tensor,
+    counts: Tensor | None,
+    owned: OwnedRows,
+    ends: Tensor | None = None,
+    seeds: tuple[Tensor | None, ...] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    """``[R, H, D]`` of ``u`` over the rows of this owner, and their log-sum-exps ``[R, H]``; of
+    other scores than the softmax, ``[R, 0]``.
+
+    Args:
+        learned: the parameters.
+        options: what the module was made with.
+        scale: of the scores.
+        u: ``[R, H, D]``, the queries.
+        counts: ``[S]``, how many of them each sample has, if not one.
+        owned: the rows.
+        ends: ``[S]``, with ``seeds`` alone, which are for the numbers that rows have at home: that
+            after the newest row of each sample.
+        seeds: what rows and weights are dropped by.
+    """
+    lengths, places = owned.lengths, owned.places
+    zeros = torch.zeros_like(lengths)
+    if ends is not None:
+        places = places + ends.repeat_interleave(lengths, output_size=places.shape[0])
+    args = TargetArguments(
+        query=u.unsqueeze(1) if counts is None else u,
+        history=owned.rows,
+        offsets=_offsets(lengths),
+        query_offsets=None if counts is None else _offsets(counts),
+        indices=None,
+        bias=owned.prior_weights,
+        position_bias=learned.position_bias,
+        age_bias=learned.age_bias,
+        timestamps=None if owned.ages is None else -owned.ages,
+        request_time=None if owned.ages is None else zeros,
+        row_dropout=seeds[0],
+        dropout=seeds[1],
+        places=places,
+        ends=zeros if ends is None else ends,
+        scale=scale,
+        score=options.score,
+        num_levels=0,
+        for_backward=torch.is_grad_enabled(),
+    )
+    if options.score == "softmax":
+        out, lse = target_attention_with_lse(args)
+        return out.view(u.shape), lse.view(u.shape[:2])
+    return call_target_attention(*args).view(u.shape), u.new_empty(u.shape[0], 0)
+
+
+def _split(x: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
+    return [None] * len(sizes) if x is None else x.split(sizes)
+
+
 def _offsets(lengths: Tensor) -> Tensor:
-    return F.pad(lengths.cumsum(0), (1, 0))
+    return torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)

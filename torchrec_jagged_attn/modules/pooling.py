@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
+from torchrec.distributed.types import Awaitable
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -248,21 +249,8 @@ class TargetAttentionPooling(nn.Module):
             if self._is_weighted:
                 weighted = weighted * _weights(features, x.feature).unsqueeze(1)
             blocks.append(weighted)
-        singles = [_rows(x, sequences) for x in self._singles]
-        names = [x.feature for x in self._singles]
-        rows = _single_rows(singles, names, "single_id_features")
-        of_samples: list[Tensor] = []
-        for i, x in enumerate(self._singles):
-            single = rows[i]
-            if self._is_weighted:
-                single = (single * _weights(features, x.feature).unsqueeze(1)).to(single.dtype)
-            of_samples.append(single)
-        for of_mode, mode in self._pooled:
-            pooled_weights: list[Tensor] | None = None
-            if self._is_weighted:
-                pooled_weights = [_weights(features, x.feature) for x in of_mode]
-            pooled = [_rows(x, sequences) for x in of_mode]
-            of_samples.append(_segment_reduce(pooled, pooled_weights, mode))
+        # First, since queries are sent meanwhile where rows stay.
+        users: list[Tensor] = []
         for i, (encode, attend) in enumerate(zip(self.encoders, self.attentions)):  # noqa: B905
             attention = self._attentions[i]
             keys = attention.features
@@ -293,7 +281,24 @@ class TargetAttentionPooling(nn.Module):
             )
             blocks.append(pooled_history)
             if attention.user_key != "":
-                of_samples.append(_newest_rows(history))
+                users.append(_newest_rows(history))
+        singles = [_rows(x, sequences) for x in self._singles]
+        names = [x.feature for x in self._singles]
+        rows = _single_rows(singles, names, "single_id_features")
+        of_samples: list[Tensor] = []
+        for i, x in enumerate(self._singles):
+            single = rows[i]
+            if self._is_weighted:
+                single = (single * _weights(features, x.feature).unsqueeze(1)).to(single.dtype)
+            of_samples.append(single)
+        for of_mode, mode in self._pooled:
+            pooled_weights: list[Tensor] | None = None
+            if self._is_weighted:
+                pooled_weights = [_weights(features, x.feature) for x in of_mode]
+            pooled = [_rows(x, sequences) for x in of_mode]
+            of_samples.append(_segment_reduce(pooled, pooled_weights, mode))
+        of_samples = of_samples + users
+        blocks = _waited_for(blocks)
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
         if bags is not None:
             of_bags = _in_order(bags, self._bags)
@@ -542,6 +547,14 @@ def _codes(features: KeyedJaggedTensor, names: list[str], num_bytes: int) -> Jag
     if rows.dtype != torch.int64:
         raise TypeError(f"codes of {names} must be int64, got {rows.dtype}")
     return _of_samples(rows.contiguous().view(torch.uint8)[:, :num_bytes], history)
+
+
+@torch.fx.wrap
+def _waited_for(blocks: list[Tensor]) -> list[Tensor]:
+    """All of ``blocks``, of which attention over rows that stay is yet to be waited for."""
+    if not is_scripting():
+        return [x.wait() if isinstance(x, Awaitable) else x for x in blocks]
+    return blocks
 
 
 @torch.fx.wrap

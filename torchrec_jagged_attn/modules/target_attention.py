@@ -418,6 +418,7 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError: as in :meth:`forward`, and where ``target`` is a JaggedTensor.
             ValueError: as in :meth:`forward`.
+            NotImplementedError: rows of ``history`` stay with a HistoryEmbeddingCollectionSharder.
 
         Example:
             >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2, recency_bias=False)
@@ -431,6 +432,12 @@ class JaggedTargetAttention(nn.Module):
             raise TypeError("target must be a tensor [B, C] or [B, T, C], got a JaggedTensor")
         if not isinstance(history, JaggedTensor):
             raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+        if isinstance(history, RemoteHistory):
+            raise NotImplementedError(
+                "history must have its rows on this rank, got one of those that stay with "
+                "HistoryEmbeddingCollectionSharder: give DistributedModelParallel an "
+                "EmbeddingCollectionSharder"
+            )
         position_bias = age_bias = b_q = None
         if self.recency_bias is not None:
             position_bias = self.recency_bias.position_weight
@@ -528,7 +535,10 @@ def _attend(
                     "HistoryEmbeddingCollectionSharder, got some that do: give "
                     "DistributedModelParallel an EmbeddingCollectionSharder"
                 )
-            return attend_at_owners(query, query_offsets, history, learned, options, dtype)
+            # Taken as a tensor, it waits for itself.
+            return attend_at_owners(  # pyright: ignore[reportReturnType]
+                query, query_offsets, history, learned, options, dtype
+            )
     if num_levels > 0:
         if k_weight is None or v_weight is None:
             q_weight, k_weight, v_weight = q_weight.chunk(3)
