@@ -139,9 +139,10 @@ class _HistoryDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         )
         self.unbucketize_permute_tensor: Tensor | None = None
 
-    def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        history = features[self.history.feature]
-        lengths, offsets = history.lengths(), history.offsets()
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, features: KeyedJaggedTensor, history: JaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        lengths = history.lengths()
         # FBGEMM checks bounds, but takes -1 for no row: ids below zero come to lie above all.
         ids = history.values().long() & torch.iinfo(torch.int64).max
         num_samples, num_rows = lengths.shape[0], ids.shape[0]
@@ -151,7 +152,7 @@ class _HistoryDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         )
         columns = [ids]
         if self.history.stays:
-            ends = offsets[1:].long()
+            ends = history.offsets()[1:].long()
             columns.append(torch.arange(num_rows, device=device) - ends[sample])
             if self.history.has_ages:
                 columns.append(_ages(features, self.history, history, sample, ends))
@@ -339,8 +340,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                     awaitables.append(input_dist(travelling))
                     _add_context(ctx, travelling, input_dist)
                 for input_dist in part.histories.values():
-                    awaitables.append(next(dists)(features))
                     history = features[input_dist.history.feature]
+                    awaitables.append(next(dists)(features, history))
                     at_home = KeyedJaggedTensor(
                         [input_dist.history.feature],
                         history.values(),
