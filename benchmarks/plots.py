@@ -105,8 +105,8 @@ ROOFLINE = {
     },
     f"{TARGETS}SiLU": "ours @target_attention_scores/rank-1k-silu",
     f"{TARGETS}sigmoid": "ours @target_attention_scores/rank-1k-sigmoid",
-    f"{TARGETS}rows by index": "ours-by-index @target_attention_rows/rank-1k-x1",
-    f"{TARGETS}4 places a row": "ours-by-index @target_attention_rows/rank-1k-x4",
+    f"{TARGETS}gather indices": "ours-by-index @target_attention_rows/rank-1k-x1",
+    f"{TARGETS}4 indices a row": "ours-by-index @target_attention_rows/rank-1k-x4",
     f"{TARGETS}rows of codes": "ours-codes @semantic_ids/rank-1k",
     f"{TARGETS}codes, 512 rows, one head": "ours-codes @semantic_ids/full-512",
     **{
@@ -209,8 +209,8 @@ def end_to_end_quality(figures: Figures, figure: Figure) -> None:
             apart = [a - b for a, b in zip(curves[name], curves["padded"], strict=True)]
             axes[0].plot(x, curves[name], marker=marker, fillstyle="none", label=label)
             axes[1].plot(x, apart, marker=marker, fillstyle="none")
-        axes[0].set(title=LOGS[data], ylabel=f"{metric} of the test", xlabel="epochs")
-        axes[1].set(title="less that of padded SDPA", ylabel=metric, xlabel="epochs")
+        axes[0].set(title=LOGS[data], ylabel=f"test {metric}", xlabel="epochs")
+        axes[1].set(title="difference to padded SDPA", ylabel=metric, xlabel="epochs")
         axes[1].ticklabel_format(axis="y", scilimits=(-3, 3))
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
 
@@ -227,7 +227,7 @@ def quality(figures: Figures, figure: Figure) -> None:
         )
         ax.errorbar(mean, labels, xerr=error, fmt="o", markersize=4, capsize=2)
         ax.axvline(0, color=INK, linewidth=1, linestyle="--")
-        ax.set(title=LOGS[log], xlabel="AUC less that of recency pooling")
+        ax.set(title=LOGS[log], xlabel="AUC, difference to recency pooling")
         ax.grid(axis="both", color=INK, alpha=0.15)
     figure.axes[0].invert_yaxis()
 
@@ -276,7 +276,7 @@ PLOTS = (
     Plot(quality, ("quality",), (10, 3), "AUC by pooling, all tuned alike"),
     Plot(figure2, ("figure2",), (9, 4), "Jagged Flash Attention by length"),
     Plot(table1, ("table1", "paper"), (9, 4), "The six feature-interaction ops"),
-    Plot(roofline, SUITES, (9, 7), "How near the roofline", by_suite=True),
+    Plot(roofline, SUITES, (9, 7), "Share of the roofline", by_suite=True),
 )
 
 

@@ -5,11 +5,10 @@
 
 A document marks the place of a table by two comments, ``<!-- table: NAME -->`` and ``<!-- end of
 table -->``, that of a plot by ``<!-- plot: NAME -->`` and ``<!-- end of plot -->``. A table is one
-of TABLES of ``specs.py``, from the figures under ``results/``; or
-``absorbed_or_explicit``; or, for the table of which path takes a call, a module of the package that
-defines ``PATHS``. Plots are those of ``plots.py``. While a file of its figures is not there, the
-place of a table says so, and that of a plot stays empty. Rows and columns of which nothing is known
-are left out.
+of TABLES of ``specs.py``, from the figures under ``results/``; or ``absorbed_or_explicit``; or, for
+a table of kernel variants, a module of the package that defines ``PATHS``. Plots are those of
+``plots.py``. While a file of its figures is not there, the place of a table says so, and that of a
+plot stays empty. Rows and columns of which nothing is known are left out.
 """
 
 import argparse
@@ -138,9 +137,9 @@ def _markdown(heads: list[str], rows: list[str], below: list[str]) -> str:
 
 
 def paths_table(module: str) -> str:
-    """The paths of a module, in the order in which they are asked, where each runs, what it takes.
+    """The kernel variants of a module in the order of dispatch, where each runs, for what calls.
 
-    What all but the last ask for stands below. ``PATHS`` may also be such lists, by op.
+    Conditions of all but the last come below. ``PATHS`` may also be such lists, by op.
     """
     paths = importlib.import_module(f"{PACKAGE}.{module}").PATHS
     by_op = paths if isinstance(paths, dict) else {"": paths}
@@ -155,8 +154,8 @@ def paths_table(module: str) -> str:
             runs_on = "any" if path.runs_on(torch.device("cpu")) else path.device
             rows.append(" | ".join([f"`{op}`"] * bool(op) + [f"`{path.name}`", runs_on, takes]))
         if common:
-            below += [f"All but `{of_op[-1].name}` ask for these, too: {'; '.join(common)}."]
-    heads = ["op"] * isinstance(paths, dict) + ["path", "GPU", "takes"]
+            below += [f"All but `{of_op[-1].name}` also require: {'; '.join(common)}."]
+    heads = ["op"] * isinstance(paths, dict) + ["variant", "GPU", "calls"]
     return _markdown(heads, rows, below)
 
 

@@ -74,13 +74,13 @@ EVENTS = {
     "boosted": "all, boosted by relevance",
     "relevance": "by relevance",
     "newest": "the newest",
-    "random": "any",
+    "random": "random",
 }
 """What ``event_selection.py`` leaves of the events, in words."""
 EVENT_LOGS = {
-    "made-up": "made up",
+    "made-up": "synthetic",
     "ml-1m": "MovieLens-1M",
-    "made-up-gpu": "made up, on a GPU",
+    "made-up-gpu": "synthetic, on a GPU",
 }
 BUDGETS = {"1": "1", "0.5": "½", "0.25": "¼", "0.125": "⅛"}
 PEERS = {
@@ -167,23 +167,23 @@ OP_TABLES = {
         ("target_attention_kernel",),
         f"{SHAPE} | dtype",
         shapes([*RANKING[:5], "rank-1k-fp32", "rank-200-fp32"]),
-        """forward, of the floor = {ours-kernel forward µs}, {ours-kernel forward floor}
-        forward+backward, of the floor = {ours-kernel both µs}, {ours-kernel both floor}
+        """forward, of the roofline = {ours-kernel forward µs}, {ours-kernel forward floor}
+        forward+backward, of the roofline = {ours-kernel both µs}, {ours-kernel both floor}
         to FlashAttention-2, on ready keys and values = {torch-varlen × forward/both}""",
         ours="ours-kernel",
     ),
     "target_attention_rows": Table(
         ("target_attention_rows",),
-        f"{SHAPE} | dtype | places of a row",
+        f"{SHAPE} | dtype | indices of a row",
         {
             f"{label} | {places}": f"{name}-x{places}"
             for label, name in shapes(["rank-1k", "rank-2k", "rank-200", "rank-1k-fp32"]).items()
             for places in (1, 4, 16, 64)
         },
-        """by index, µs = {ours-by-index µs forward/both}
+        """gather indices, µs = {ours-by-index µs forward/both}
         to a copy made before = {ours-copied-before × forward/both}
         to a copy made in the call = {ours-on-a-copy × forward/both}
-        MiB, by index = {ours-by-index peak_memory forward/both}
+        MiB, gather indices = {ours-by-index peak_memory forward/both}
         MiB, on a copy = {ours-on-a-copy peak_memory forward/both}""",
         ours="ours-by-index",
     ),
@@ -205,8 +205,8 @@ OP_TABLES = {
         """softmax, µs = {ours µs forward/both @*-softmax}
         SiLU, µs = {ours µs forward/both @*-silu}
         sigmoid, µs = {ours µs forward/both @*-sigmoid}
-        SiLU, of the floor = {ours floor forward/both @*-silu}
-        sigmoid, of the floor = {ours floor forward/both @*-sigmoid}
+        SiLU, of the roofline = {ours floor forward/both @*-silu}
+        sigmoid, of the roofline = {ours floor forward/both @*-sigmoid}
         SiLU, padded, to ours = {padded × forward/both @*-silu}
         sigmoid, padded, to ours = {padded × forward/both @*-sigmoid}""",
     ),
@@ -222,7 +222,7 @@ OP_TABLES = {
             "1 × 1, 4, 128; 100,000 | bf16": "one-user",
         },
         """codes, µs = {ours-codes µs forward/both}
-        of the floor = {ours-codes floor forward/both}
+        of the roofline = {ours-codes floor forward/both}
         decoded in each call, to codes = {ours-decoded × forward/both}
         rows in memory, to codes = {ours-rows × forward/both}""",
         ours="ours-codes",
@@ -241,7 +241,7 @@ OP_TABLES = {
             for by, suffix in (("by score", ""), ("newest", "-newest"))
         },
         """ours, µs = {ours µs forward/both}
-        of the floor = {ours floor forward/both}
+        of the roofline = {ours floor forward/both}
         padded top-k, to ours = {padded × forward/both}
         padded rows by number, to ours = {padded-newest × forward/both}
         one sort, to ours = {sorted × forward/both}""",
@@ -251,9 +251,9 @@ OP_TABLES = {
         "targets",
         {n: n for n in ["4", "8", "12", "16", "24", "32", "48", "64", "128"]},
         """bf16, absorbed = {ours-absorbed µs @targets-*}
-        bf16, explicit = {ours-explicit µs @targets-*}
+        bf16, materialized = {ours-explicit µs @targets-*}
         fp32, absorbed = {ours-absorbed µs @targets-fp32-*}
-        fp32, explicit = {ours-explicit µs @targets-fp32-*}""",
+        fp32, materialized = {ours-explicit µs @targets-fp32-*}""",
     ),
     "serving": Table(
         ("serving",),
@@ -264,7 +264,7 @@ OP_TABLES = {
             for targets in (1, 4, 16, 64, 256, 1024, 2048)
         },
         """absorbed = {ours-absorbed µs}
-        explicit = {ours-explicit µs}
+        materialized = {ours-explicit µs}
         FlashAttention-2 = {linear+torch-varlen µs}
         FlashAttention-3 = {linear+flash-attention-3 µs}
         padded = {linear+padded-sdpa µs}
@@ -293,7 +293,7 @@ OP_TABLES = {
             for lengths, end in (("all the longest", ""), ("1 to the longest", "-jagged"))
         },
         """ours, µs = {ours µs}
-        of the floor = {ours floor}
+        of the roofline = {ours floor}
         to IKBO = {ikbo ×}
         to FlashAttention-3, by user = {flash-attention-3 ×}
         to `varlen_attn`, by user = {torch-varlen ×}
@@ -313,7 +313,7 @@ OP_TABLES = {
             "log-normal, ≤ 4096 | 256 × 2 × 128": "self-4k",
         },
         """ours, ms = {ours forward/both}
-        of the floor = {ours floor forward/both}
+        of the roofline = {ours floor forward/both}
         to FlashAttention-3 = {flash-attention-3 × forward/both}
         to FlashAttention-2 = {torch-varlen × forward/both}
         to FBGEMM `sll_multi_head` = {fbgemm-sll × forward/both}""",
@@ -396,9 +396,9 @@ OP_TABLES = {
         both, to padded = {padded both × @*-bf16}
         to FBGEMM = {fbgemm both × @*-bf16}
         4,096 samples: forward, µs = {ours forward µs @*-large}
-        of the floor = {ours forward floor @*-large}
+        of the roofline = {ours forward floor @*-large}
         to FBGEMM = {fbgemm forward × @*-large}
-        both, of the floor = {ours both floor @*-large}
+        both, of the roofline = {ours both floor @*-large}
         to FBGEMM = {fbgemm both × @*-large}""",
     ),
 }
@@ -450,7 +450,7 @@ MODEL_TABLES = {
             *(
                 f"{words}: {head} = {{* {metric} @{log}}} ± {{* {metric}_se @{log}}}"
                 for log, words in LOGS.items()
-                for metric, head in (("auc", "AUC"), ("ahead", "less recency's"))
+                for metric, head in (("auc", "AUC"), ("ahead", "difference to recency"))
             )
         ),
         mode="test",

@@ -163,7 +163,7 @@ def test_curves_end_in_a_table(results):
 
 def test_the_best_of_each_pooling_and_its_difference_to_recency(results):
     rows = cells_of(report.figures_table(TABLES["quality"], results))
-    heads = ("AUC", "less recency's")
+    heads = ("AUC", "difference to recency")
     logs = ("MovieLens-1M", "synthetic")
     assert rows["pooling"] == [f"{log}: {head}" for log in logs for head in heads]
     # Of the same seeds; the other has one seed.
@@ -176,7 +176,7 @@ def test_the_best_of_each_pooling_and_its_difference_to_recency(results):
 def test_ways_and_their_budgets(results):
     rows = cells_of(report.figures_table(TABLES["event_selection"], results))
     heads = ("NE", "AUC", "training, samples/s")
-    assert rows["events"] == ["budget", *(f"made up: {head}" for head in heads)]
+    assert rows["events"] == ["budget", *(f"synthetic: {head}" for head in heads)]
     assert rows["all"] == ["1", "0.6 ± 0", "0.9", "100 (1 ×)"]
     assert rows["by relevance"] == ["½", "0.5 ± 0", "0.9", "200 (2 ×)"]
 
@@ -213,11 +213,11 @@ def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
         "| `wide` | any | short ones; c |",
         "| `general` | any | all else |",
         "",
-        "All but `general` ask for these, too: b.",
+        "All but `general` also require: b.",
     ]
     monkeypatch.setattr(paths, "PATHS", {"op": (narrow, general)})
     assert report.paths_table("paths").splitlines() == [
-        "| op | path | GPU | takes |",
+        "| op | variant | GPU | calls |",
         "|---|---|---|---|",
         "| `op` | `narrow` | a Hopper GPU | a; b |",
         "| `op` | `general` | any | all else |",
