@@ -5,8 +5,8 @@
 
 A document marks the place of a table by two comments, ``<!-- table: NAME -->`` and ``<!-- end of
 table -->``, that of a plot by ``<!-- plot: NAME -->`` and ``<!-- end of plot -->``. A table is one
-of TABLES of ``specs.py``, from the figures under ``results/``; or ``absorbed_or_explicit``; or, for
-a table of kernel variants, a module of the package that defines ``PATHS``. Plots are those of
+of TABLES of ``specs.py``, from the figures under ``results/``; or ``absorbed_or_materialized``; or,
+for a table of kernel variants, a module of the package that defines ``PATHS``. Plots are those of
 ``plots.py``. While a file of its figures is not there, the place of a table says so, and that of a
 plot stays empty. Rows and columns of which nothing is known are left out.
 """
@@ -167,14 +167,16 @@ def crossover_table() -> str:
         key = kind, dtype.itemsize
         cells = [f"{op.FLOPS_PER_ELEMENT[key]}", f"{op.FLOPS_OF_ABSORBED[key]}"]
         for projected in (True, False):
-            least = [least_explicit(kind, dtype, heads, projected=projected) for heads in (2, 4, 8)]
+            least = [
+                least_materialized(kind, dtype, heads, projected=projected) for heads in (2, 4, 8)
+            ]
             cells.append(", ".join(map(str, least)))
         rows.append(" | ".join([label, *cells]))
     heads = ["on", "`f`", "`a`", "from `T` on, with a value projection", "without"]
     return _markdown(heads, rows, [])
 
 
-def least_explicit(kind: str, dtype: torch.dtype, num_heads: int, *, projected: bool) -> int:
+def least_materialized(kind: str, dtype: torch.dtype, num_heads: int, *, projected: bool) -> int:
     """The least number of targets a sample of which keys and values are made, of width 128."""
     with FakeTensorMode():
         weight = torch.empty(128, 128)
@@ -186,7 +188,7 @@ def least_explicit(kind: str, dtype: torch.dtype, num_heads: int, *, projected: 
         return next(
             targets
             for targets in itertools.count(1)
-            if multi_head_target_attention.is_explicit(
+            if multi_head_target_attention.is_materialized(
                 args._replace(target=torch.empty(1, targets, 128, device=kind, dtype=dtype))
             )
         )
@@ -196,7 +198,7 @@ def table_of(name: str) -> str:
     """The lines of a table, by what its place names."""
     if name in TABLES:
         return figures_table(TABLES[name])
-    return crossover_table() if name == "absorbed_or_explicit" else paths_table(name)
+    return crossover_table() if name == "absorbed_or_materialized" else paths_table(name)
 
 
 def places(kind: str) -> re.Pattern:

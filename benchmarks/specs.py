@@ -251,9 +251,9 @@ OP_TABLES = {
         "targets",
         {n: n for n in ["4", "8", "12", "16", "24", "32", "48", "64", "128"]},
         """bf16, absorbed = {ours-absorbed µs @targets-*}
-        bf16, materialized = {ours-explicit µs @targets-*}
+        bf16, materialized = {ours-materialized µs @targets-*}
         fp32, absorbed = {ours-absorbed µs @targets-fp32-*}
-        fp32, materialized = {ours-explicit µs @targets-fp32-*}""",
+        fp32, materialized = {ours-materialized µs @targets-fp32-*}""",
     ),
     "serving": Table(
         ("serving",),
@@ -264,7 +264,7 @@ OP_TABLES = {
             for targets in (1, 4, 16, 64, 256, 1024, 2048)
         },
         """absorbed = {ours-absorbed µs}
-        materialized = {ours-explicit µs}
+        materialized = {ours-materialized µs}
         FlashAttention-2 = {linear+torch-varlen µs}
         FlashAttention-3 = {linear+flash-attention-3 µs}
         padded = {linear+padded-sdpa µs}

@@ -141,7 +141,7 @@ def nan_filled_memory():
     torch.use_deterministic_algorithms(False)
 
 
-PATHS = ["absorbed", "explicit"]
+PATHS = ["absorbed", "materialized"]
 
 
 @pytest.fixture(params=PATHS)

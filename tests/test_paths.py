@@ -6,7 +6,8 @@ import pytest
 import torch
 from torchrec import JaggedTensor
 
-from torchrec_jagged_attn import JaggedTargetAttention, paths
+from tests.modules.target_attention_inputs import make_module
+from torchrec_jagged_attn import paths
 from torchrec_jagged_attn.paths import Choice, Condition, Path, choose, log_choice, table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -87,17 +88,17 @@ def test_a_line_is_said_once_whichever_logger_has_a_handler(of, monkeypatch, cap
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"keys_and_values": "explicit"}, "explicit takes JaggedTargetAttention"),
-        ({"keys_and_values": "absorbed"}, "absorbed takes JaggedTargetAttention; not explicit"),
-        ({}, "absorbed takes JaggedTargetAttention; not explicit: needs targets enough to pay"),
+        ({"keys_and_values": "materialized"}, "materialized takes JaggedTargetAttention"),
+        ({"keys_and_values": "absorbed"}, "absorbed takes JaggedTargetAttention; not materialized"),
+        ({}, "absorbed takes JaggedTargetAttention; not materialized: needs targets enough"),
     ],
-    ids=["explicit", "absorbed", "auto"],
+    ids=["materialized", "absorbed", "auto"],
 )
 def test_the_module_logs_whether_it_makes_keys(options, said, monkeypatch, caplog):
     monkeypatch.setattr(paths, "LOG", True)
     monkeypatch.setattr(paths, "_logged", set())
     caplog.set_level(logging.INFO)
-    module = JaggedTargetAttention(8, 2, **options)
+    module = make_module(8, 2, **options)
     module(torch.randn(2, 8), JaggedTensor(torch.randn(3, 8), lengths=torch.tensor([1, 2])))
     own = [record.getMessage() for record in caplog.records if record.name == paths.PACKAGE]
     found = [message.split(": ", 1)[1] for message in own]

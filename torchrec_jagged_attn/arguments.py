@@ -261,9 +261,10 @@ class MultiHeadArguments(NamedTuple):
         dropout: see there. It leaves the bias of values as it is.
         prior_weights: see :func:`jagged_target_attention`.
         num_heads: ``H``.
-        dtype: what projections are computed in, whatever dtypes their inputs have; but explicit
+        dtype: what projections are computed in, whatever dtypes their inputs have; but
+            materialized
             keys and values in that of ``history``.
-        keys_and_values: ``"absorbed"``, ``"explicit"`` or ``"auto"``.
+        keys_and_values: ``"absorbed"``, ``"materialized"`` or ``"auto"``.
         score: one of ``SCORES``.
         num_levels: see :class:`TargetArguments`. Keys and values are absorbed then.
         for_backward: whether a gradient may be taken.
@@ -354,8 +355,8 @@ class MultiHeadOutputs(NamedTuple):
         pooled: ``[R, H, D]``, the pooled rows of the history, in its dtype.
         residual: that of ``pooled``, see :class:`TargetOutputs`.
         stats: of the attention.
-        values: ``[R, E]``; of no row where they are not projected: they are ``out``. Explicit ones
-            are without their bias where weights are dropped.
+        values: ``[R, E]``; of no row where they are not projected: they are ``out``. Materialized
+            ones are without their bias where weights are dropped.
         filled: ``[R]`` ones for targets with a history, zeros for others; empty where values have
             no bias.
     """
@@ -397,7 +398,7 @@ class ProjectionRows(NamedTuple):
         grad_v: ``[R, E]``, of values.
         filled: ``[R]`` ones where a target has a history, else zeros; empty without biases. Of
             values.
-        q: ``[R, H, E / H]``; ``None`` where keys and values are explicit, like the next two.
+        q: ``[R, H, E / H]``; ``None`` where keys and values are materialized, like the next two.
         grad_u: ``[R, H, D]``.
         pooled: ``[R, H, D]``, of values.
     """
@@ -419,7 +420,7 @@ class ProjectionGradients(NamedTuple):
     Attributes:
         w_q: ``[E, C]``.
         w_out: ``[E, E]``; ``None`` where values are not projected, like ``w_v`` and ``b_out``.
-        w_k: ``[H, E / H, D]``; ``None`` where keys and values are explicit, like the next one.
+        w_k: ``[H, E / H, D]``; ``None`` where keys and values are materialized, like the next one.
         w_v: ``[H, E / H, D]``.
         b_in: ``[3 · E]`` of queries, keys (zeros) and values, or ``[E]`` of queries alone, where
             values are not projected; ``None`` without.

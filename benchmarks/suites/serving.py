@@ -61,7 +61,7 @@ SUITE = replace(
     providers={
         "ours-absorbed": functools.partial(base.ours, keys_and_values="absorbed"),
         "ours": base.ours,
-        "ours-explicit": base.ours_explicit,
+        "ours-materialized": base.ours_materialized,
         **{
             f"linear+{name}": functools.partial(base.over_keys, peer)
             for name, peer in UNEVEN_PEERS.items()

@@ -2,7 +2,7 @@
 
 Ours chooses by the number of targets. It moves the projections to their side and reads the raw
 history rows; or it projects every history row into a key and a value, in one matrix product, and
-attends to those. ``ours-explicit`` and peers always do the latter.
+attends to those. ``ours-materialized`` and peers always do the latter.
 """
 
 import functools
@@ -45,7 +45,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
     return Inputs.even(case, leaves, drawn["offsets"])
 
 
-def explicit(x: Inputs, attend: Attend) -> Tensor:
+def materialized(x: Inputs, attend: Attend) -> Tensor:
     """Keys and values of all history rows, then ``attend``: one row per target, in its shape."""
     target, width = x.leaves["target"], x.case.width
     heads = (x.case.num_heads, width // x.case.num_heads)
@@ -88,7 +88,7 @@ def cost(x: Inputs) -> dict[str, Cost]:
 
 
 def ours(
-    x: Inputs, keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto"
+    x: Inputs, keys_and_values: Literal["auto", "absorbed", "materialized"] = "auto"
 ) -> Callable[[], Tensor]:
     """``JaggedTargetAttention``, which projects values, as its peers do, and has a recency bias
     where the inputs have one."""
@@ -102,10 +102,10 @@ def ours(
         x.case.width,
         x.case.num_heads,
         recency_bias=POSITION_WEIGHT in x.leaves,
-        keys_and_values=keys_and_values,
         value_projection=True,
         device="meta",
     )
+    module._keys_and_values = keys_and_values
     weights = {name: leaf for name, leaf in x.leaves.items() if isinstance(leaf, nn.Parameter)}
     module.load_state_dict(weights, assign=True)
     target = x.leaves["target"]
@@ -118,21 +118,21 @@ def ours(
 def over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
     """A provider from the maker of a peer."""
     attend = make(x)
-    return lambda: explicit(x, attend)
+    return lambda: materialized(x, attend)
 
 
-ours_explicit = functools.partial(ours, keys_and_values="explicit")
+ours_materialized = functools.partial(ours, keys_and_values="materialized")
 
 SUITE = Suite(
     name="target_attention",
     measures="JaggedTargetAttention, projections included",
     cases=TRAINING_CASES,
     inputs=make_inputs,
-    oracle=lambda x: explicit(x, formula(x, flash_attention_oracle)),
+    oracle=lambda x: materialized(x, formula(x, flash_attention_oracle)),
     cost=cost,
     providers={
         "ours": ours,
-        "ours-explicit": ours_explicit,
+        "ours-materialized": ours_materialized,
         **{f"linear+{name}": functools.partial(over_keys, peer) for name, peer in PEERS.items()},
     },
 )

@@ -44,7 +44,7 @@ def biased(x: Inputs, attend: Attend) -> Attend:
 
 def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
     """One of the package's test formulas."""
-    return base.explicit(x, biased(x, base.formula(x, attention)))
+    return base.materialized(x, biased(x, base.formula(x, attention)))
 
 
 def _over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
@@ -59,7 +59,7 @@ SUITE = replace(
     oracle=functools.partial(formula, attention=flash_attention_oracle),
     providers={
         "ours+recency": base.ours,
-        "ours-explicit+recency": base.ours_explicit,
+        "ours-materialized+recency": base.ours_materialized,
         **{f"linear+{name}": functools.partial(_over_keys, peer) for name, peer in PEERS.items()},
     },
 )

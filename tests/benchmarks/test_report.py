@@ -38,7 +38,7 @@ def test_nothing_is_stale():
 def test_every_table_and_plot_has_its_place():
     text = "".join(path.read_text() for path in report.DOCUMENTS)
     for kind, names in (
-        ("table", {*TABLES, "absorbed_or_explicit"}),
+        ("table", {*TABLES, "absorbed_or_materialized"}),
         ("plot", {plots.name_of(plot) for plot in plots.PLOTS}),
     ):
         found = [match["name"] for match in report.places(kind).finditer(text)]
@@ -224,7 +224,7 @@ def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
     ]
 
 
-def test_the_table_of_absorbed_or_explicit_follows_the_rule(monkeypatch):
+def test_the_table_of_absorbed_or_materialized_follows_the_rule(monkeypatch):
     rows = cells_of(report.crossover_table())
     assert rows["GPU, bf16 and fp16"] == ["128", "3.5", "40, 19, 9", "27, 13, 6"]
     of_absorbed = multi_head_target_attention.FLOPS_OF_ABSORBED

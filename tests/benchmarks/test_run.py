@@ -158,9 +158,9 @@ def test_quick_run_writes_csv_and_table(tmp_path, capsys):
     expected = {
         "floor",
         "ours",
-        "ours-explicit",
+        "ours-materialized",
         "ours+recency",
-        "ours-explicit+recency",
+        "ours-materialized+recency",
         "ours-kernel",
         "padded-sdpa",
         "linear+fbgemm-chain",

@@ -82,9 +82,16 @@ def bucket(distance, num_buckets):
     return min(quarter, 96 + octave, num_buckets - 1)
 
 
+def make_module(embed_dim, num_heads, *, keys_and_values="auto", **options):
+    """A module with ``"materialized"`` keys and values, ``"absorbed"`` projections, or its rule."""
+    module = JaggedTargetAttention(embed_dim, num_heads, **options)
+    module._keys_and_values = keys_and_values
+    return module
+
+
 def projected(embed_dim, num_heads, **options):
     """A module that projects values, also where it does not have to."""
-    return JaggedTargetAttention(embed_dim, num_heads, value_projection=True, **options)
+    return make_module(embed_dim, num_heads, value_projection=True, **options)
 
 
 def assert_same_uniform(ours, theirs):
@@ -222,12 +229,20 @@ OPTIONS = {
     "another-target-width": {"target_dim": 20},
     "half-without-bias": {"bias": False, "dtype": torch.bfloat16},
     "no-recency": {"recency_bias": False},
-    "explicit": {"value_projection": True, "age_bias": True, "keys_and_values": "explicit"},
-    "explicit-another-width": {"history_dim": 20, "keys_and_values": "explicit"},
-    "explicit-all-widths": {"history_dim": 20, "target_dim": 24, "keys_and_values": "explicit"},
+    "materialized": {"value_projection": True, "age_bias": True, "keys_and_values": "materialized"},
+    "materialized-another-width": {"history_dim": 20, "keys_and_values": "materialized"},
+    "materialized-all-widths": {
+        "history_dim": 20,
+        "target_dim": 24,
+        "keys_and_values": "materialized",
+    },
     "rows": {"value_projection": False},
     "rows-without-bias": {"value_projection": False, "bias": False, "age_bias": True},
-    "explicit-rows": {"value_projection": False, "target_dim": 20, "keys_and_values": "explicit"},
+    "materialized-rows": {
+        "value_projection": False,
+        "target_dim": 20,
+        "keys_and_values": "materialized",
+    },
 }
 
 

@@ -15,6 +15,7 @@ from tests.modules.target_attention_inputs import (
     draw_prior_weights,
     example,
     make_inputs,
+    make_module,
 )
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.testing import Case, RoundingErrors, assert_close
@@ -26,7 +27,7 @@ def with_parameters(name, inputs, **options):
     While it trains it drops rows and weights, of outputs alone.
     """
     options |= {"row_dropout": 0.5, "dropout": 0.5}
-    module = JaggedTargetAttention(16, 2, **OPTIONS[name], **options)
+    module = make_module(16, 2, **OPTIONS[name], **options)
     module.load_state_dict({key: inputs.pop(key) for key in module.state_dict()})
     return module.to(inputs["history"].device)
 
@@ -42,7 +43,7 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
     dtype = OPTIONS[name].get("dtype", torch.float32)
     skip_unless_supported(Case("weights", 5, 70, 2, 16, dtype=dtype), device)
     lengths = [70, 0, 30, 1, 20]
-    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    module = make_module(16, 2, device="meta", **OPTIONS[name])
     inputs = make_inputs(module, lengths, device, dtype, targets=targets)
     if prior:
         inputs["prior_weights"] = draw_prior_weights(lengths, device, dtype)
@@ -63,7 +64,7 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize("name", ["default", "values", "another-width", "no-recency"])
 def test_attention_weights_of_other_scores(name, score, device):
-    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    module = make_module(16, 2, device="meta", **OPTIONS[name])
     inputs = make_inputs(module, [70], device, targets=3)
     exact = {key: x.double() for key, x in inputs.items()}
     with RoundingErrors(torch.float32) as errors:
@@ -162,16 +163,16 @@ def test_attention_weights_at_edges(lengths, device):
         ("another-width", True),
         ("another-target-width", False),
         ("no-recency", True),
-        ("explicit", True),
-        ("explicit-another-width", False),
-        ("explicit-all-widths", True),
+        ("materialized", True),
+        ("materialized-another-width", False),
+        ("materialized-all-widths", True),
         ("rows", False),
         ("rows", True),
-        ("explicit-rows", False),
+        ("materialized-rows", False),
     ],
 )
 def test_compiles_once_for_all_batches(name, jagged, device):
-    module = JaggedTargetAttention(64, 2, **OPTIONS[name]).to(device)
+    module = make_module(64, 2, **OPTIONS[name]).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     # No two sizes of a batch are equal, so that none is taken for another; and targets are so few

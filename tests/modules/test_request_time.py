@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs
+from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs, make_module
 from tests.runs import assert_same_run
 from torchrec_jagged_attn import JaggedTargetAttention, PackedCodes
 from torchrec_jagged_attn.testing import assert_matches_oracle
@@ -22,12 +22,12 @@ def times_of(device, dtype=torch.int64):
     return {"timestamps": timestamps.to(dtype), "request_time": request_time.to(dtype)}
 
 
-@pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
+@pytest.mark.parametrize("keys_and_values", ["absorbed", "materialized"])
 @pytest.mark.parametrize(
     ("targets", "dtype"), [(None, torch.int64), (3, torch.float64), ([2, 0, 1, 4], torch.int64)]
 )
 def test_right(targets, dtype, keys_and_values, device):
-    module = JaggedTargetAttention(
+    module = make_module(
         16, 2, age_bias=True, value_projection=True, keys_and_values=keys_and_values
     )
     inputs = make_inputs(module, LENGTHS, device, targets=targets)

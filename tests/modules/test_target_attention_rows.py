@@ -18,6 +18,7 @@ from tests.modules.target_attention_inputs import (
     draw_prior_weights,
     example,
     make_inputs,
+    make_module,
 )
 from tests.runs import assert_same_run
 from torchrec_jagged_attn import JaggedTargetAttention
@@ -68,7 +69,7 @@ def ages_of(module, device=CPU):
     ids=str,
 )
 def test_right(name, targets, dtype, index_dtype, prior, device):
-    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS[name])
+    module = make_module(32, 2, device="meta", **OPTIONS[name])
     inputs = by_index(module, device, dtype, targets=targets, index_dtype=index_dtype)
     if prior:
         inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, dtype)
@@ -93,13 +94,11 @@ def test_scores(score, targets, device):
         assert_same_run(actual[name], value, num_terms=100, name=name)
 
 
-@pytest.mark.parametrize("name", ["default", "values", "explicit"])
+@pytest.mark.parametrize("name", ["default", "values", "materialized"])
 @pytest.mark.parametrize("targets", [None, (0, 3, 1, 9, 2)], ids=["one", "jagged"])
 def test_drops_as_of_a_copy(name, targets, device):
     """Places and weights, by the same draws."""
-    module = JaggedTargetAttention(
-        32, 2, row_dropout=0.3, dropout=0.3, device="meta", **OPTIONS[name]
-    )
+    module = make_module(32, 2, row_dropout=0.3, dropout=0.3, device="meta", **OPTIONS[name])
     inputs = by_index(module, device, targets=targets) | ages_of(module, device)
     results = []
     for function in (attend, of_copies(attend)):
@@ -109,11 +108,11 @@ def test_drops_as_of_a_copy(name, targets, device):
     assert not torch.allclose(results[0], attend(module, **inputs))
 
 
-@pytest.mark.parametrize("name", ["default", "explicit-rows"])
+@pytest.mark.parametrize("name", ["default", "materialized-rows"])
 @pytest.mark.parametrize("num_rows", [0, 4])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=str)
 def test_no_place(lengths, num_rows, name, device):
-    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS[name])
+    module = make_module(32, 2, device="meta", **OPTIONS[name])
     inputs = by_index(module, device, lengths=lengths)
     inputs["history"] = inputs["history"][:num_rows]
     results = outputs_and_gradients(
@@ -125,7 +124,7 @@ def test_no_place(lengths, num_rows, name, device):
 
 def test_a_row_in_many_places(device):
     """Its gradient is a sum of more numbers than 16 bits could add up one by one."""
-    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS["explicit-rows"])
+    module = make_module(32, 2, device="meta", **OPTIONS["materialized-rows"])
     inputs = by_index(module, device, torch.float16, lengths=[3000])
     inputs["indices"] = NAMED[torch.arange(3000) % 2].to(device)
     ours, oracle = (
@@ -135,17 +134,17 @@ def test_a_row_in_many_places(device):
 
 
 @pytest.mark.parametrize("num_targets", [2, 16])
-def test_many_targets_take_explicit_keys_and_values(num_targets, device):
+def test_many_targets_materialize_keys_and_values(num_targets, device):
     """To the bit what that option gives."""
     results = {}
-    for option in ("auto", "absorbed", "explicit"):
-        module = JaggedTargetAttention(
-            64, 8, value_projection=True, keys_and_values=option, device="meta"
-        )
+    for option in ("auto", "absorbed", "materialized"):
+        module = make_module(64, 8, value_projection=True, keys_and_values=option, device="meta")
         inputs = by_index(module, device, targets=num_targets)
         grad_out = torch.ones_like(inputs["target"])
         results[option] = outputs_and_gradients(functools.partial(attend, module), inputs, grad_out)
-    chosen, other = ("absorbed", "explicit") if num_targets == 2 else ("explicit", "absorbed")
+    chosen, other = "absorbed", "materialized"
+    if num_targets != 2:
+        chosen, other = other, chosen
     expected = results[chosen]
     assert all(torch.equal(x, expected[name]) for name, x in results["auto"].items())
     assert not torch.equal(results["auto"]["out"], results[other]["out"])
@@ -157,15 +156,15 @@ def test_many_targets_take_explicit_keys_and_values(num_targets, device):
         ("ages", False),
         ("another-width", True),
         ("rows", False),
-        ("explicit", True),
-        ("explicit-rows", False),
-        ("explicit-rows", True),
+        ("materialized", True),
+        ("materialized-rows", False),
+        ("materialized-rows", True),
     ],
 )
 def test_compiles_once_for_all_batches(name, jagged, device):
     """``"auto"`` may go two ways, and is then compiled for each."""
     options = {"keys_and_values": "absorbed"} | OPTIONS[name]
-    module = JaggedTargetAttention(64, 2, **options).to(device)
+    module = make_module(64, 2, **options).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     # No two sizes of a batch are equal, so that none is taken for another.
@@ -202,7 +201,7 @@ class OfTensors(nn.Module):
 
 @pytest.mark.parametrize("name", ["default", "values"])
 def test_traced_scripted_and_exported(name):
-    module = OfTensors(JaggedTargetAttention(16, 2, **OPTIONS[name]))
+    module = OfTensors(make_module(16, 2, **OPTIONS[name]))
     target, history = example(module.module, [5, 0, 40], num_targets=1)
     indices = torch.arange(45) ** 2 % 12
     inputs = target.squeeze(1), history.values()[:12], history.offsets(), indices
@@ -228,18 +227,18 @@ def test_traced_scripted_and_exported(name):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
+@pytest.mark.parametrize("keys_and_values", ["absorbed", "materialized"])
 def test_errors_name_the_argument(keys_and_values, indices, error, message):
-    module = JaggedTargetAttention(8, 2, keys_and_values=keys_and_values)
+    module = make_module(8, 2, keys_and_values=keys_and_values)
     history = JaggedTensor(torch.zeros(4, 8), lengths=torch.tensor([3, 4]))
     with pytest.raises(error, match=message):
         module(torch.zeros(2, 8), history, indices=indices)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["default", "values", "explicit"])
+@pytest.mark.parametrize("name", ["default", "values", "materialized"])
 def test_never_waits_for_the_device_and_repeats_are_bit_equal(name):
-    module = JaggedTargetAttention(32, 2, device="meta", **OPTIONS[name])
+    module = make_module(32, 2, device="meta", **OPTIONS[name])
     inputs = by_index(module, "cuda")
     inputs |= ages_of(module, "cuda")
     grad_out = torch.ones_like(inputs["target"])

@@ -16,6 +16,7 @@ from tests.modules.target_attention_inputs import (
     assert_same_uniform,
     bucket,
     example,
+    make_module,
     projected,
 )
 from torchrec_jagged_attn import (
@@ -25,7 +26,7 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.arguments import MultiHeadArguments
 from torchrec_jagged_attn.ops import flash_attention
-from torchrec_jagged_attn.ops.multi_head_target_attention import is_explicit
+from torchrec_jagged_attn.ops.multi_head_target_attention import is_materialized
 from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 
@@ -54,7 +55,7 @@ def assert_exports(module, device):
 
 
 def test_exports_without_a_value_projection(path, device):
-    module = JaggedTargetAttention(16, 2, value_projection=False, **path)
+    module = make_module(16, 2, value_projection=False, **path)
     assert_exports(module, device)
 
 
@@ -63,7 +64,7 @@ def test_values_are_the_rows_of_the_history(monkeypatch):
     seen = []
     attend = flash_attention.forward
     monkeypatch.setattr(flash_attention, "forward", lambda x: seen.append(x) or attend(x))
-    module = JaggedTargetAttention(16, 2, value_projection=False, keys_and_values="explicit")
+    module = make_module(16, 2, value_projection=False, keys_and_values="materialized")
     target, lengths = torch.randn(2, 16), torch.tensor([2, 3])
     rows = torch.randn(5, 24)[:, 4:20].requires_grad_()
     out = module(target, JaggedTensor(rows, lengths=lengths))
@@ -159,10 +160,10 @@ def reset_as_torchrec_does(module):
 @pytest.mark.parametrize("reset", [reset_whole, reset_as_torchrec_does])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_from_the_meta_device(name, reset):
-    module = JaggedTargetAttention(16, 2, device="meta", **OPTIONS[name])
+    module = make_module(16, 2, device="meta", **OPTIONS[name])
     assert all(parameter.is_meta for parameter in module.parameters())
     reset(module)
-    expected = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    expected = make_module(16, 2, **OPTIONS[name])
     torch.manual_seed(1)
     expected.reset_parameters()
     torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=0, atol=0)
@@ -170,10 +171,10 @@ def test_from_the_meta_device(name, reset):
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if "half" not in name])
 def test_copies_compute_the_same(name, tmp_path):
-    module = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    module = make_module(16, 2, **OPTIONS[name])
     arguments = example(module, [5, 0, 40])
     expected = module(*arguments)
-    loaded = JaggedTargetAttention(16, 2, **OPTIONS[name])
+    loaded = make_module(16, 2, **OPTIONS[name])
     torch.save(module.state_dict(), tmp_path / "state.pt")
     loaded.load_state_dict(torch.load(tmp_path / "state.pt"), strict=True)
     copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), loaded]
@@ -223,18 +224,18 @@ def test_compiles_under_autocast():
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-MANY = 40  # targets per sample of a module of 8 heads: explicit keys and values are the cheaper
+MANY = 40  # targets per sample of a module of 8 heads: materialized keys and values are the cheaper
 
 
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 @pytest.mark.parametrize("history_dim", [64, 48])
-def test_many_targets_take_explicit_keys_and_values(history_dim, jagged, device):
+def test_many_targets_materialize_keys_and_values(history_dim, jagged, device):
     """To the bit what that option gives, and few targets what the other gives."""
     generator = torch.Generator().manual_seed(0)
     history = torch.randn(40, history_dim, generator=generator).to(device)
     history = JaggedTensor(history, lengths=torch.tensor([30, 0, 10], device=device))
     results = {}
-    for option in ("auto", "absorbed", "explicit"):
+    for option in ("auto", "absorbed", "materialized"):
         torch.manual_seed(0)
         module = projected(
             64, 8, history_dim=history_dim, keys_and_values=option
@@ -252,26 +253,38 @@ def test_many_targets_take_explicit_keys_and_values(history_dim, jagged, device)
             gradients = [parameter.grad for parameter in module.parameters()]
             results[option, num_targets] = [out, *gradients]
     for num_targets, option, other in (
-        (2, "absorbed", "explicit"),
-        (MANY, "explicit", "absorbed"),
+        (2, "absorbed", "materialized"),
+        (MANY, "materialized", "absorbed"),
     ):
         chosen = results["auto", num_targets]
         assert all(map(torch.equal, chosen, results[option, num_targets]))
         assert not all(map(torch.equal, chosen, results[other, num_targets]))
 
 
-def test_one_head_never_takes_explicit_keys_and_values_on_a_cpu():
+def test_one_head_never_materializes_keys_and_values_on_a_cpu():
     """It would save no arithmetic."""
     history = JaggedTensor(torch.randn(9, 16), lengths=torch.tensor([9]))
     target = torch.randn(1, 5000, 16)
     module = projected(16, 1)
     expected = module(target, history)
-    module.keys_and_values = "absorbed"
+    module._keys_and_values = "absorbed"
     assert torch.equal(module(target, history), expected)
 
 
+def test_wide_heads_never_materialize_keys_and_values():
+    """Attention over keys takes heads of up to 512 columns."""
+    with FakeTensorMode():
+        arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
+            target=torch.empty(1, 5000, 516, device="cuda"), num_heads=1, keys_and_values="auto",
+            history=torch.empty(9, 512, device="cuda"), score="softmax",
+            q_weight=torch.empty(516, 516), k_weight=torch.empty(516, 512),
+            v_weight=torch.empty(516, 512), out_weight=torch.empty(516, 516),
+        )  # fmt: skip
+        assert not is_materialized(arguments)
+
+
 @pytest.mark.parametrize(
-    ("device_type", "dtype", "num_samples", "most_absorbed", "least_explicit", "projected"),
+    ("device_type", "dtype", "num_samples", "most_absorbed", "least_materialized", "projected"),
     [
         ("cuda", torch.bfloat16, 1000, 18, 19, True),
         ("cuda", torch.bfloat16, 1000, 12, 13, False),
@@ -284,7 +297,7 @@ def test_one_head_never_takes_explicit_keys_and_values_on_a_cpu():
     ],
 )
 def test_auto_counts_what_either_way_takes(
-    device_type, dtype, num_samples, most_absorbed, least_explicit, projected
+    device_type, dtype, num_samples, most_absorbed, least_materialized, projected
 ):
     """As ``docs/kernels.md`` has it, of 4 heads and width 128."""
 
@@ -300,13 +313,13 @@ def test_auto_counts_what_either_way_takes(
             )  # fmt: skip
             if jagged:
                 arguments = arguments._replace(target=target.flatten(0, 1), query_offsets=offsets)
-            return is_explicit(arguments)
+            return is_materialized(arguments)
 
     assert not makes_keys(most_absorbed, jagged=True)
-    assert makes_keys(least_explicit, jagged=True)
+    assert makes_keys(least_materialized, jagged=True)
     if num_samples > 1:  # the batch size of others plays no part
         assert not makes_keys(most_absorbed, jagged=False)
-        assert makes_keys(least_explicit, jagged=False)
+        assert makes_keys(least_materialized, jagged=False)
 
 
 def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):

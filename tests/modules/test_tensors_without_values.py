@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.modules.target_attention_inputs import make_module
 from torchrec_jagged_attn import (
     DiscretePCA,
     HistoryEncoderLayer,
@@ -59,7 +60,7 @@ def assert_pools(module, target, device, **others):
     "options",
     [
         {},
-        {"keys_and_values": "explicit", "age_bias": True},
+        {"keys_and_values": "materialized", "age_bias": True},
         {"keys_and_values": "absorbed", "dropout": 0.1, "row_dropout": 0.1},
         {"score": "silu"},
     ],
@@ -68,7 +69,7 @@ def assert_pools(module, target, device, **others):
 def test_target_attention(options, target, mode):
     device, around, inside = mode
     with around:
-        attention = JaggedTargetAttention(8, 2, device=device, **options)
+        attention = make_module(8, 2, device=device, **options)
     with inside:
         indices = torch.zeros(6, dtype=torch.int64, device=device)
         others = {"timestamps": indices} if "age_bias" in options else {}

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
-from tests.modules.target_attention_inputs import attend, make_inputs
+from tests.modules.target_attention_inputs import attend, make_inputs, make_module
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
 from tests.modules.test_self_attention import run
 from tests.ops.test_flash_attention import with_relative_bias
@@ -269,10 +269,10 @@ def attend_by_hand(module, factors, target, history, offsets, **parameters):
 
 
 @pytest.mark.parametrize("value_projection", [True, False])
-@pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
+@pytest.mark.parametrize("keys_and_values", ["absorbed", "materialized"])
 def test_module(keys_and_values, value_projection, device):
     """Output and all gradients; both ways drop the same, and add the bias of values once."""
-    module = JaggedTargetAttention(
+    module = make_module(
         16, 2, recency_bias=False, value_projection=value_projection, dropout=P,
         keys_and_values=keys_and_values, device="meta",
     )  # fmt: skip

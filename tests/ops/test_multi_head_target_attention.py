@@ -7,8 +7,7 @@ from torchrec import JaggedTensor
 
 from tests.combinations import each_pair
 from tests.fixtures import PATHS, sync_debug_mode
-from tests.modules.target_attention_inputs import CPU, example, projected
-from torchrec_jagged_attn import JaggedTargetAttention
+from tests.modules.target_attention_inputs import CPU, example, make_module, projected
 from torchrec_jagged_attn.testing import offsets_of
 
 OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
@@ -132,7 +131,7 @@ def test_gradients_are_those_asked_for(options, path, device):
 @pytest.mark.parametrize("value_projection", [True, False])
 def test_is_one_node_of_autograd(value_projection, path):
     options = {"value_projection": value_projection, **path}
-    module = JaggedTargetAttention(16, 2, age_bias=True, **options)
+    module = make_module(16, 2, age_bias=True, **options)
     target, history, timestamps = example(module, [5, 0, 40])
     out = module(target.requires_grad_(), history, timestamps)
     nodes = [node for node, _ in out.grad_fn.next_functions if node is not None]
@@ -202,7 +201,7 @@ def test_cuda_graph_replays_with_other_lengths(value_projection, jagged, path):
 @pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("num_targets", [8, 256])
 def test_inference_keeps_nothing_for_backward(num_targets, no_gradient):
-    """Also where so many jagged targets take explicit keys and values."""
+    """Also where so many jagged targets take materialized keys and values."""
     width, num_heads, num_rows = 64, 4, 32768
     module = projected(width, num_heads, recency_bias=False, bias=False)
     module = module.to("cuda", torch.bfloat16)

@@ -8,7 +8,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.combinations import each_pair
-from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs
+from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs, make_module
 from tests.modules.test_self_attention import (
     attention_peer,
     layer_peer,
@@ -155,11 +155,11 @@ def make_history(device, width=16):
     return JaggedTensor(values, lengths=torch.tensor([70, 0, 3, 20], device=device))
 
 
-@pytest.mark.parametrize("keys_and_values", ["absorbed", "explicit"])
+@pytest.mark.parametrize("keys_and_values", ["absorbed", "materialized"])
 def test_module(keys_and_values, device):
     """In training alone; as if the rows had a prior weight of zero."""
     options = {"row_dropout": 0.4, "keys_and_values": keys_and_values, "device": "meta"}
-    module = JaggedTargetAttention(16, 2, **options)
+    module = make_module(16, 2, **options)
     inputs = make_inputs(module, [70, 0, 3, 20], device)
     weights = kept(device, 93, 0.4)
     attend_with = functools.partial(attend, module)

@@ -136,8 +136,6 @@ class _Attending(torch.nn.Module):
 def test_module_refuses():
     with pytest.raises(ValueError, match="score must be one of softmax, silu, sigmoid, got 'r"):
         JaggedTargetAttention(16, 2, score="relu")
-    with pytest.raises(ValueError, match="keys_and_values must be 'auto' or 'absorbed' unless"):
-        JaggedTargetAttention(16, 2, score="silu", keys_and_values="explicit")
     history = JaggedTensor(torch.randn(5, 16), lengths=torch.tensor([5]))
     with pytest.raises(NotImplementedError, match="prior_weights must be None unless score is"):
         JaggedTargetAttention(16, 2, score="silu")(

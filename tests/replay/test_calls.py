@@ -13,10 +13,10 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.modules.target_attention_inputs import make_module
 from tests.ops.test_target_attention import arguments_of
 from torchrec_jagged_attn import (
     JaggedSelfAttention,
-    JaggedTargetAttention,
     array_jagged_bmm_jagged_out,
     checks,
     jagged2_softmax,
@@ -189,7 +189,7 @@ def of_module(
     by_index=False,
     **options,
 ):
-    module = JaggedTargetAttention(
+    module = make_module(
         16, 2, history_dim=history_dim, value_projection=value_projection, device="meta", **options
     )
     num_targets = [n % 3 for n in range(len(lengths))] if jagged else [1] * len(lengths)
@@ -227,18 +227,18 @@ def of_jagged_module_of_rows_by_index(lengths, device):
     return of_module_of_rows(lengths, device, jagged=True, by_index=True)
 
 
-def of_explicit_module_by_index(lengths, device):
+def of_materialized_module_by_index(lengths, device):
     """Whose copy of the rows is made before the op is called."""
-    return of_module(lengths, device, keys_and_values="explicit", by_index=True)
+    return of_module(lengths, device, keys_and_values="materialized", by_index=True)
 
 
-def of_explicit_module(lengths, device):
-    return of_module(lengths, device, keys_and_values="explicit")
+def of_materialized_module(lengths, device):
+    return of_module(lengths, device, keys_and_values="materialized")
 
 
-def of_explicit_jagged_module(lengths, device):
+def of_materialized_jagged_module(lengths, device):
     """Which has a weight for each projection."""
-    return of_module(lengths, device, jagged=True, history_dim=8, keys_and_values="explicit")
+    return of_module(lengths, device, jagged=True, history_dim=8, keys_and_values="materialized")
 
 
 def of_module_of_rows(lengths, device, jagged=False, **options):
@@ -249,12 +249,14 @@ def of_jagged_module_of_rows(lengths, device):
     return of_module_of_rows(lengths, device, jagged=True)
 
 
-def of_explicit_module_of_rows(lengths, device):
-    return of_module_of_rows(lengths, device, keys_and_values="explicit")
+def of_materialized_module_of_rows(lengths, device):
+    return of_module_of_rows(lengths, device, keys_and_values="materialized")
 
 
-def of_explicit_jagged_module_of_rows(lengths, device):
-    return of_module_of_rows(lengths, device, jagged=True, bias=False, keys_and_values="explicit")
+def of_materialized_jagged_module_of_rows(lengths, device):
+    return of_module_of_rows(
+        lengths, device, jagged=True, bias=False, keys_and_values="materialized"
+    )
 
 
 def with_prior_weights(kind, lengths, device):
@@ -276,8 +278,8 @@ def of_weighted_module(lengths, device):
     return with_prior_weights(of_module, lengths, device)
 
 
-def of_weighted_explicit_module(lengths, device):
-    return with_prior_weights(of_explicit_module, lengths, device)
+def of_weighted_materialized_module(lengths, device):
+    return with_prior_weights(of_materialized_module, lengths, device)
 
 
 def with_row_dropout(kind, lengths, device):
@@ -321,8 +323,8 @@ def of_dropped_weights_module(lengths, device):
     return with_row_dropout(kind, lengths, device)
 
 
-def of_dropped_weights_explicit_module(lengths, device):
-    kind = functools.partial(of_module, dropout=0.4, keys_and_values="explicit")
+def of_dropped_weights_materialized_module(lengths, device):
+    kind = functools.partial(of_module, dropout=0.4, keys_and_values="materialized")
     return with_row_dropout(kind, lengths, device)
 
 
@@ -423,14 +425,14 @@ KINDS = {
     for kind in (
         of_target, of_biased_target, of_target_of_requests, of_shared_query, of_target_by_index,
         of_jagged_target_by_index,
-        of_module, of_jagged_module, of_explicit_module, of_explicit_jagged_module,
-        of_weighted_target, of_weighted_module, of_weighted_explicit_module,
+        of_module, of_jagged_module, of_materialized_module, of_materialized_jagged_module,
+        of_weighted_target, of_weighted_module, of_weighted_materialized_module,
         of_dropped_target, of_dropped_module, of_dropped_weights_target,
-        of_dropped_weights_module, of_dropped_weights_explicit_module,
+        of_dropped_weights_module, of_dropped_weights_materialized_module,
         of_silu_target, of_placed_target, of_sigmoid_module,
-        of_module_of_rows, of_jagged_module_of_rows, of_explicit_module_of_rows,
-        of_explicit_jagged_module_of_rows, of_module_by_index,
-        of_jagged_module_of_rows_by_index, of_explicit_module_by_index, of_taken_rows,
+        of_module_of_rows, of_jagged_module_of_rows, of_materialized_module_of_rows,
+        of_materialized_jagged_module_of_rows, of_module_by_index,
+        of_jagged_module_of_rows_by_index, of_materialized_module_by_index, of_taken_rows,
         *FLASH, *INTERACTIONS,
     )
 }  # fmt: skip
@@ -614,7 +616,7 @@ def test_a_copy_that_keeps_its_strides(device, monkeypatch, programs):
 
 
 def test_bits_of_targets_that_are_not_contiguous(device, monkeypatch):
-    attend, leaves, rest = of_explicit_module(LENGTHS[0], device)
+    attend, leaves, rest = of_materialized_module(LENGTHS[0], device)
     leaves["target"] = leaves["target"].detach().T.contiguous().T
     assert_replayed(lambda *_: (attend, leaves, rest), LENGTHS[0], device, monkeypatch)
 

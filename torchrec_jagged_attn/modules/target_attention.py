@@ -29,7 +29,6 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     Options,
     check_codes,
     check_inputs,
-    check_over_codes,
     check_target_heads,
     packed_codes_of,
 )
@@ -39,7 +38,7 @@ from torchrec_jagged_attn.ops.codes import unpack_codes
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.ops.multi_head_target_attention import (
     call_multi_head_target_attention,
-    is_explicit,
+    is_materialized,
     multi_head_target_attention,
 )
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
@@ -67,8 +66,10 @@ class JaggedTargetAttention(nn.Module):
               \sum_n p_n (W_{V,h} x_n + b_{V,h}) = W_{V,h} \sum_n p_n x_n + b_{V,h}
 
     and softmax drops the constant. With ``H`` heads that is ``H`` times the arithmetic for each
-    pair of a target and a row, so that many targets are better served by explicit keys and values,
-    made once for each row. The attention of a sample with an empty history is zero: with a
+    pair of a target and a row. With many targets per sample (of jagged targets, in the mean), keys
+    and values are materialized instead, once for each row. The choice depends on shapes alone, and
+    results differ by rounding. Compiled, targets ``[B, T, C]`` whose ``T`` comes to the other
+    choice compile once more. The attention of a sample with an empty history is zero: with a
     value projection, its output is the bias of ``out_proj``.
 
     Args:
@@ -84,14 +85,10 @@ class JaggedTargetAttention(nn.Module):
             alone: queries at zero, and value and output projections, if any, at the identity,
             where ``D = E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention``
             does.
-        keys_and_values: ``"absorbed"``, ``"explicit"``, or ``"auto"`` for what should take less
-            time with so many targets per sample (of jagged targets, in the mean). It chooses by
-            shapes alone; results differ by rounding. Compiled, targets ``[B, T, C]`` whose ``T``
-            comes to the other choice compile once more.
         score: what makes weights of scores: their ``"softmax"``; or, of each row by itself,
             ``"silu"`` or ``"sigmoid"``, see :func:`jagged_target_attention`. Of the latter two, the
             weights of a history have no sum in common: outputs grow with its length, and the bias
-            of values is added once. Their scores have no bias of keys, their keys and values are
+            of values is added once. Their scores have no bias of keys, their projections are always
             absorbed, and prior weights are refused.
         value_projection: whether values are projected, and the output once more. If not, pooled
             rows stay in the embedding's own space, where ``D = E``: the output of each head is its
@@ -103,10 +100,10 @@ class JaggedTargetAttention(nn.Module):
             ``init="mha"`` or ``history_codes``.
         history_codes: how the history is packed in codes, if it is: its values are then ``[N,
             num_bytes]`` uint8, of :class:`PackedCodes`. Rows are what a :class:`DiscretePCA` would
-            decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like keys and
-            values. They are copied, as parameters if they are trainable there, else as buffers.
-            Or, with :class:`PackedCodes` alone, rows are the codes themselves, ``D`` of them. Keys
-            and values are absorbed, and values projected.
+            decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like projections
+            of keys and values. They are copied, as parameters if they are trainable there, else as
+            buffers. Or, with :class:`PackedCodes` alone, rows are the codes themselves, ``D`` of
+            them. Projections are always absorbed, and values are projected.
         row_dropout: while training, the probability that a row of the history is left out, for all
             targets and heads. See :func:`jagged_target_attention`.
         dropout: while training, the probability that a weight of a target, head and row is set to
@@ -119,13 +116,11 @@ class JaggedTargetAttention(nn.Module):
         TypeError: ``embed_dim`` or ``target_dim`` is no int, ``num_heads`` neither an int nor None,
             ``row_dropout`` or ``dropout`` no number, or ``history_codes`` of another type.
         ValueError: ``num_heads`` does not divide ``embed_dim``, or ``embed_dim`` or ``target_dim``
-            is less than 1. ``init``, ``keys_and_values`` or ``score`` is unknown. ``row_dropout``
-            or ``dropout`` is no probability below one. ``age_bias`` goes without ``recency_bias``.
-            Without a value projection, ``history_dim`` is not ``embed_dim``. Of another score than
-            the softmax, keys and values are explicit. With ``history_codes``, the ``history_dim``
-            is another, keys and values are explicit, or values are not projected.
-        NotImplementedError: ``history_dim``, or the width ``E / H`` of a head with explicit keys
-            and values, is over 512.
+            is less than 1. ``init`` or ``score`` is unknown. ``row_dropout`` or ``dropout`` is no
+            probability below one. ``age_bias`` goes without ``recency_bias``. Without a value
+            projection, ``history_dim`` is not ``embed_dim``. With ``history_codes``, the
+            ``history_dim`` is another, or values are not projected.
+        NotImplementedError: ``history_dim`` is over 512.
 
     Example:
         >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2)
@@ -148,7 +143,6 @@ class JaggedTargetAttention(nn.Module):
         recency_bias: bool = True,
         age_bias: bool = False,
         init: Literal["recency", "mha"] = "recency",
-        keys_and_values: Literal["auto", "absorbed", "explicit"] = "auto",
         score: Literal["softmax", "silu", "sigmoid"] = "softmax",
         value_projection: bool | None = None,
         row_dropout: float = 0.0,
@@ -171,22 +165,16 @@ class JaggedTargetAttention(nn.Module):
             raise ValueError("age_bias must go with recency_bias=True, got recency_bias=False")
         if init not in ("recency", "mha"):
             raise ValueError(f"init must be 'recency' or 'mha', got {init!r}")
-        if keys_and_values not in ("auto", "absorbed", "explicit"):
-            raise ValueError(
-                f"keys_and_values must be 'auto', 'absorbed' or 'explicit', got {keys_and_values!r}"
-            )
         check_score(score)
-        if keys_and_values == "explicit" and score != "softmax":
-            raise ValueError(
-                "keys_and_values must be 'auto' or 'absorbed' unless score is 'softmax', got "
-                f"'explicit' and score={score!r}"
-            )
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         if history_codes is not None:
             history_dim = check_codes(history_codes, history_dim)
-            check_over_codes(keys_and_values, value_projection)
+            if value_projection is False:
+                raise ValueError(
+                    "value_projection must be True or None with history_codes, got False"
+                )
             value_projection = True
         widths = {"history_dim": history_dim, "target_dim": target_dim}
         self.history_dim, self.target_dim = (
@@ -201,10 +189,8 @@ class JaggedTargetAttention(nn.Module):
                 f"history_dim must be embed_dim {embed_dim} where value_projection=False, got "
                 f"{self.history_dim}"
             )
-        if keys_and_values == "explicit":
-            check_width(self.head_dim, "embed_dim / num_heads")
         self.init = init
-        self.keys_and_values = keys_and_values
+        self._keys_and_values = "auto"  # tests and benchmarks choose
         self.score = score
         self.value_projection = value_projection
         self.row_dropout = row_dropout
@@ -324,7 +310,7 @@ class JaggedTargetAttention(nn.Module):
                 empty one.
             indices: ``[N]`` int32 or int64, which of the rows ``[U, D]``, the values of ``history``
                 then, stands at each place of the samples. They are read where they lie, forward and
-                backward; only explicit keys and values are made of a copy ``[N, D]``. Lengths,
+                backward; only materialized keys and values are made of a copy ``[N, D]``. Lengths,
                 times and prior weights are of places.
             request_time: ``[B]`` in the dtype of ``timestamps``, when each sample is scored: the
                 ages of its rows are counted from it, and are zero where rows are newer. By default
@@ -383,7 +369,7 @@ class JaggedTargetAttention(nn.Module):
             num_codes=self._num_codes,
             num_levels=self._num_levels,
             num_heads=self.num_heads,
-            keys_and_values=self.keys_and_values,
+            keys_and_values=self._keys_and_values,
             score=self.score,
             row_drops=self._drops if self.training else 0,
             weight_drops=self._weight_drops if self.training else 0,
@@ -481,9 +467,8 @@ class JaggedTargetAttention(nn.Module):
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
-            f"keys_and_values={self.keys_and_values!r}, score={self.score!r}, "
-            f"value_projection={self.value_projection}, row_dropout={self.row_dropout}, "
-            f"dropout={self.dropout}"
+            f"score={self.score!r}, value_projection={self.value_projection}, "
+            f"row_dropout={self.row_dropout}, dropout={self.dropout}"
             + (
                 f", num_codes={self._num_codes}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
@@ -573,15 +558,15 @@ def _attend(
     )
     if not is_scripting():
         if indices is not None:
-            inputs = _with_a_copy_if_explicit(MultiHeadArguments(*inputs))
+            inputs = _with_a_copy_if_materialized(MultiHeadArguments(*inputs))
         return call_multi_head_target_attention(*inputs)
     return _multi_head_target_attention(*inputs)[0]
 
 
-def _with_a_copy_if_explicit(args: MultiHeadArguments) -> MultiHeadArguments:
+def _with_a_copy_if_materialized(args: MultiHeadArguments) -> MultiHeadArguments:
     """Of the rows that indices name, where keys and values are made of them all."""
     of_copy = args._replace(indices=None)
-    if args.indices is None or not is_explicit(of_copy):
+    if args.indices is None or not is_materialized(of_copy):
         return args
     # The gradient of ``index_select`` is added up in no fixed order on a GPU, and that of
     # ``embedding`` in 16 bits on a CPU, where rows have these.

@@ -30,7 +30,6 @@ __all__ = [
     "Options",
     "check_codes",
     "check_inputs",
-    "check_over_codes",
     "check_target_heads",
     "packed_codes_of",
 ]
@@ -94,16 +93,6 @@ def check_codes(history_codes: object, history_dim: int | None) -> int:
 def packed_codes_of(history_codes: DiscretePCA | PackedCodes) -> PackedCodes:
     """How histories are packed."""
     return history_codes.packed_codes if isinstance(history_codes, DiscretePCA) else history_codes
-
-
-def check_over_codes(keys_and_values: str, value_projection: bool | None) -> None:
-    """Codes are attended as they are, and their values are made of what is pooled."""
-    if keys_and_values == "explicit" or value_projection is False:
-        raise ValueError(
-            "history_codes must go with keys_and_values 'auto' or 'absorbed' and a value "
-            f"projection, got keys_and_values={keys_and_values!r} and "
-            f"value_projection={value_projection}"
-        )
 
 
 def check_inputs(

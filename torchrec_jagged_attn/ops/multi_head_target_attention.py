@@ -17,9 +17,9 @@ Without an output weight, values are the rows themselves, each head's its own co
 of what it pooled.
 
 With dropout, the weights ``p_nh`` have no longer a sum of one. The bias of values is added once all
-the same: explicit values then have none, and it is added to what is pooled of them.
+the same: materialized values then have none, and it is added to what is pooled of them.
 
-History rows may be read by indices where they lie. Keys and values are then absorbed: explicit ones
+History rows may be read by indices where they lie. Projections are then absorbed: materialized ones
 are made of a copy of the rows, which is for the caller to make.
 
 Forward is two products before the attention and two after it, and so is backward: each two are one
@@ -31,17 +31,17 @@ C = D = E, and the product ``M`` besides.
 Rows that are packed in codes, and a one, are attended so as well: the maps from codes to rows are
 in ``W_K`` and ``W_V`` then.
 
-Or keys and values are explicit, ``[N, 2·E]`` by one product of the ``N`` history rows, and each
+Or keys and values are materialized, ``[N, 2·E]`` by one product of the ``N`` history rows, and each
 head attends over its own E / H columns of them. Backward makes them again, so that a layer keeps
 nothing of that size. With ``T`` targets per sample, each history row then takes
 
-                absorbed          explicit
+                absorbed          materialized
     forward     4·T·H·D           4·T·E + 4·D·E             FLOPs
     backward    14·T·H·D          14·T·E + 12·D·E           FLOPs
     together    3·D               4·D + 16·E                elements moved
 
-so that explicit keys pay off from some number of targets on. ``"auto"`` compares the two sums over
-all samples. Where values are the rows themselves, only keys are made: explicit has 8·D·E FLOPs in
+so that materialized keys pay off from some number of targets on. ``"auto"`` compares the two sums
+over all samples. Where values are the rows themselves, only keys are made, with 8·D·E FLOPs in
 place of 16·D·E, and 13·E elements in place of 16·E. An element moved counts as FLOPS_PER_ELEMENT,
 and a FLOP of attention over raw rows as FLOPS_OF_ABSORBED. Attention over keys does not spread one
 history over a GPU: with fewer targets in all than fill the GPU, it takes as long as with that many.
@@ -70,6 +70,7 @@ from torchrec_jagged_attn.arguments import (
     TargetArguments,
     TargetOutputs,
 )
+from torchrec_jagged_attn.checks import MAX_WIDTH
 from torchrec_jagged_attn.cpu import head_products as cpu_products
 from torchrec_jagged_attn.devices import has_kernels
 from torchrec_jagged_attn.kernels.target import head_products as kernel_products
@@ -82,7 +83,7 @@ from torchrec_jagged_attn.paths import Condition, Path
 __all__ = [
     "PATHS",
     "call_multi_head_target_attention",
-    "is_explicit",
+    "is_materialized",
     "multi_head_target_attention",
 ]
 
@@ -117,7 +118,7 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
         b_q = args.in_bias.contiguous()
         if args.out_weight is not None:
             b_q, _, b_v = b_q.chunk(3)
-    if is_explicit(args):
+    if is_materialized(args):
         q = F.linear(rows.to(dtype), w_q.to(dtype), _cast(b_q, dtype)).view(-1, *w_k.shape[:2])
         k, v, _ = _keys_and_values(args)
         values, stats = flash_attention.forward(_over_keys(args, q, k, v))
@@ -187,7 +188,7 @@ def _backward(
     grad_history = grad_target = None
     absorbed: tuple[Tensor, ...] = ()
     of_history = (None, None)
-    if is_explicit(args):
+    if is_materialized(args):
         k, v, w_made = _keys_and_values(args)
         grad_made = history.new_empty(history.shape[0], w_made.shape[0])
         if args.out_weight is None:
@@ -274,12 +275,12 @@ def _backward(
     )
 
 
-def is_explicit(args: MultiHeadArguments) -> bool:
+def is_materialized(args: MultiHeadArguments) -> bool:
     """Whether to make keys and values."""
     return PATHS[0].takes(args.history.device, args)
 
 
-def _is_cheaper_explicit(args: MultiHeadArguments) -> bool:
+def _is_cheaper_materialized(args: MultiHeadArguments) -> bool:
     """By what the top of this file counts.
 
     From shapes alone; of targets ``[B, T, C]`` not from ``B``, which what is traced leaves open.
@@ -298,21 +299,26 @@ def _is_cheaper_explicit(args: MultiHeadArguments) -> bool:
     elements = history_dim + elements * embed_dim
     more_per_sample = flops * history_dim * embed_dim + elements * FLOPS_PER_ELEMENT[kind]
     absorbed = int(18 * FLOPS_OF_ABSORBED[kind]) * num_targets * num_heads * history_dim
-    explicit = 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * more_per_sample
-    return absorbed > explicit
+    materialized = 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * more_per_sample
+    return absorbed > materialized
 
 
 PATHS = (
     Path(
-        "explicit",
+        "materialized",
         (
             Condition("score='softmax'", lambda args: args.score == "softmax"),
             Condition("rows in their order, without indices", lambda args: args.indices is None),
             Condition("rows, not codes", lambda args: not args.num_levels),
+            Condition(
+                f"heads of up to {MAX_WIDTH} columns", lambda args: args.head_dim <= MAX_WIDTH
+            ),
             Condition("not 'absorbed'", lambda args: args.keys_and_values != "absorbed"),
             Condition(
-                "targets enough to pay for keys and values of all rows, or 'explicit'",
-                lambda args: args.keys_and_values == "explicit" or _is_cheaper_explicit(args),
+                "targets enough to pay for keys and values of all rows, or 'materialized'",
+                lambda args: (
+                    args.keys_and_values == "materialized" or _is_cheaper_materialized(args)
+                ),
             ),
         ),
     ),
@@ -354,7 +360,7 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
 
 
 def _over_keys(args: MultiHeadArguments, q: Tensor, k: Tensor, v: Tensor) -> FlashArguments:
-    """Attention of ``q`` ``[R, H, E / H]`` over explicit keys and values."""
+    """Attention of ``q`` ``[R, H, E / H]`` over materialized keys and values."""
     return FlashArguments(
         q.to(dtype=args.history.dtype), k, v, _row_offsets(args), args.offsets, *args.biases[:7],
         relative_bias=None, causal=False, window=0, scale=args.scale, needs_stats=True,
@@ -364,11 +370,11 @@ def _over_keys(args: MultiHeadArguments, q: Tensor, k: Tensor, v: Tensor) -> Fla
 def _empty_absorbed(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
     """``u``, ``pooled`` and the residual of that, of ``R`` rows, with nothing in them.
 
-    Of no row for explicit keys and values or without a gradient, which have no use for them. But of
-    ``R`` where the number of jagged targets decides: no shape may depend on what it says.
+    Of no row for materialized keys and values or without a gradient, which have no use for them.
+    But of ``R`` where the number of jagged targets decides: no shape may depend on what it says.
     """
     depends = args.query_offsets is not None and args.keys_and_values == "auto"
-    unused = not args.for_backward or (not depends and is_explicit(args))
+    unused = not args.for_backward or (not depends and is_materialized(args))
     shape = 0 if unused else math.prod(args.target.shape[:-1]), args.num_heads, args.row_dim
     u, pooled = (args.history.new_empty(shape, dtype=args.row_dtype) for _ in range(2))
     return u, pooled, pooled.new_empty(pooled.shape if pooled.element_size() == 2 else [0])
@@ -411,7 +417,7 @@ def _keys_and_values(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_bias(args: MultiHeadArguments, values: Tensor, filled: Tensor) -> Tensor:
-    """Explicit ``values`` ``[R, E]`` with the bias that :func:`_keys_and_values` left out."""
+    """Materialized ``values`` ``[R, E]`` with the bias that :func:`_keys_and_values` left out."""
     if args.dropout is None or args.in_bias is None or args.out_weight is None:
         return values
     b_v = args.in_bias[2 * args.embed_dim :].to(values.dtype)
@@ -454,7 +460,7 @@ def _flops(args: MultiHeadArguments, needs: MultiHeadArguments | None) -> int:
     of_targets = target_dim + (0 if args.out_weight is None else embed_dim)
     query = args.history.new_empty(_query_shape(args), dtype=args.row_dtype)
     attention = target_attention.flops_of(_over_rows(args, query), needs)
-    if is_explicit(args):
+    if is_materialized(args):
         attention = attention // (args.num_heads * args.row_dim) * embed_dim
         num_keys = args.history.shape[0] * (1 if args.out_weight is None else 2)
     else:

@@ -119,7 +119,7 @@ def test_any_width(heads, widths, dtype, device):
 
 
 @pytest.mark.parametrize("biased", [True, False])
-def test_explicit_keys_and_values(biased, device):
+def test_materialized_keys_and_values(biased, device):
     """Their gradients are written elsewhere."""
     assert_right(inputs_of(300, device), absorbed=False, biased=biased)
 
