@@ -1,4 +1,4 @@
-# make demo    train the example model on made-up data, with four ways of pooling, and compare them
+# make demo    train the example model on synthetic data, with four ways of pooling, and compare them
 # make test    all tests that this machine can run
 # make test-portable    op and CPU tests with the roundings of a CPU without wide vectors
 # make check   format, lint, types, doctests, tables and plots of the docs

@@ -1,4 +1,4 @@
-"""A made-up log with planted tastes: no download, and attention finds in it what pooling blurs."""
+"""A synthetic log with planted tastes, in which attention finds what pooling blurs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Trains a DLRM on user histories and compares ways to pool them.
 
-    python examples/train_dlrm.py                                  # made-up data, all four poolings
+    python examples/train_dlrm.py                                  # synthetic data, all poolings
     python examples/train_dlrm.py --data data/ml-1m --download     # MovieLens-1M
     python examples/train_dlrm.py --select relevance newest random # parts of the events
     torchrun --nproc_per_node=2 examples/train_dlrm.py --pooling attention
@@ -10,11 +10,11 @@ feature's ids changes. It is an EmbeddingBagCollection that takes the sum or the
 history, or weights it by recency; or a TargetAttentionEmbeddingBagCollection, where the candidate
 item attends to the history. Data, seed, widths, learning rates and steps are the same for all.
 
-With --select, what changes is which events of a history the model sees: a part of them, those that
-convert likeliest, the newest, or any. The others are removed before they are looked up. Examples
-are then the events that converted, and the picture shows normalised entropy over throughput. Most
-of made-up data is noise, which is looked at shortly and hardly ever converts. In MovieLens-1M, four
-stars convert, surfaces are genres, and the time to the user's next rating is the dwell time.
+With --select, the models differ in the events of a history that they see: all, those most likely to
+convert, the newest, or random ones. Other events are removed before the lookups. Examples are then
+events that converted, and the plot shows normalized entropy over throughput. Most of the synthetic
+events are noise, with short dwell times and few conversions. In MovieLens-1M, four stars convert,
+surfaces are genres, and the time to the user's next rating is the dwell time.
 """
 # ruff: noqa: E402
 
@@ -71,14 +71,14 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     data = parser.add_argument_group("data")
     data.add_argument("--data", type=Path,
-                      help="folder of MovieLens-1M; without one, data are made up")
+                      help="folder of MovieLens-1M; without one, data are synthetic")
     data.add_argument("--download", action="store_true", help="fetch MovieLens-1M into --data")
     data.add_argument("--users", type=number(int, 1, 10**6), default=1500,
-                      help="users in made-up data")
+                      help="users in synthetic data")
     data.add_argument("--max-history", type=number(int, 1, 10**6), default=200,
                       help="newest events to see")
     data.add_argument("--noise", type=number(float, 0, 1),
-                      help="share of made-up events that are noise; without it, 0.75 with "
+                      help="share of synthetic events that are noise; without it, 0.75 with "
                            "--select, and else 0")
     data.add_argument("--negatives", type=number(int, 1, 1000), default=1,
                       help="items not taken per taken one")
@@ -103,7 +103,7 @@ def parse_args() -> argparse.Namespace:
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=number(int, 1, 10**6),
-                          help="passes; without it, 12 on MovieLens, and on made-up data 2, or 3 "
+                          help="passes; without it, 12 on MovieLens, and on synthetic data 2, or 3 "
                                "with --select")
     training.add_argument("--batch-size", type=number(int, 1, 10**9), default=1024,
                           help="of all ranks together")
@@ -139,7 +139,7 @@ def parse_args() -> argparse.Namespace:
             f"{args.width} and --heads {args.heads}"
         )
     if args.noise is not None and args.data is not None:
-        parser.error("--noise is for made-up data, got --data, too")
+        parser.error("--noise is for synthetic data, got --data, too")
     for option, values in (("--select", args.select), ("--budget", args.budget)):
         if len({*values}) < len(values):
             parser.error(f"{option} must name nothing twice, got {' '.join(map(str, values))}")
@@ -452,7 +452,7 @@ class Training:
 
 
 def read_events(args: argparse.Namespace) -> Events:
-    """MovieLens-1M from --data, or else made-up data."""
+    """MovieLens-1M from --data, or else synthetic data."""
     if args.data is None:
         log = planted_log(num_users=args.users, noise=args.noise, seed=args.seed)
     else:

@@ -730,7 +730,7 @@ def test_a_folder_without_checkpoints_of_the_poolings_is_free(tmp_path, monkeypa
 INTEGER, NUMBER = "must be an integer from", "must be a number from"
 BAD_OPTIONS = {
     "--noise 2": f"argument --noise: {NUMBER} 0 to 1, got '2'",
-    "--noise 0.5 --data x": "--noise is for made-up data, got --data, too",
+    "--noise 0.5 --data x": "--noise is for synthetic data, got --data, too",
     "--select oldest": "argument --select: invalid choice: 'oldest' (choose from",
     "--select newest newest": "--select must name nothing twice, got newest newest",
     "--select newest --pooling recency": "--select cannot go with --pooling recency, ",
