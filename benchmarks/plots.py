@@ -353,7 +353,7 @@ def _bars(
         at = [i + (n - (len(groups) - 1) / 2) * width for i in range(len(labels))]
         heights = [_float(x) for x in values]
         bars = (ax.barh if horizontal else ax.bar)(at, heights, width * 0.9, label=name)
-        texts = ["" if x is None else f"{float(x):.3g}" for x in values]
+        texts = ["" if x is None else f"{x:.2g}" if x < 10 else f"{x:.0f}" for x in values]
         ax.bar_label(bars, texts, fontsize=7, padding=1)
         for place, value, reason in zip(
             at, values, (reasons or {}).get(name, [""] * len(at)), strict=True
