@@ -131,17 +131,14 @@ class Trainer:
         run: what is trained, and how.
         events: of the data that ``run`` names.
         device: ``"cuda"`` or ``"cpu"``.
-        items: see :class:`Ranker`.
     """
 
-    def __init__(
-        self, run: Run, events: Events, device: str, items: torch.nn.Module | None = None
-    ) -> None:
+    def __init__(self, run: Run, events: Events, device: str) -> None:
         self.run, self.device = run, device
         torch.manual_seed(run.seed)
         cardinalities = {name: n for name, n in events.log.cardinalities().items() if n > 1}
         num_dense = NUM_DENSE_FEATURES if len(cardinalities) > 1 else 0
-        self.model = Ranker(run, cardinalities, num_dense, items).to(device)
+        self.model = Ranker(run, cardinalities, num_dense).to(device)
         self.tables = [*self.model.tables.parameters()]
         tables = {*self.tables}
         others = [value for value in self.model.parameters() if value not in tables]
@@ -182,12 +179,12 @@ def rate(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     return binary_auroc(logits, labels.long()).item(), (loss / base).item()
 
 
-def train(run: Run, device: str, items: torch.nn.Module | None = None) -> dict[str, Any]:
-    """The figures of a training; for ``items`` see :class:`Ranker`."""
+def train(run: Run, device: str) -> dict[str, Any]:
+    """The figures of a training."""
     start = time.perf_counter()
     torch.set_num_threads(1)
     events = events_of(run.data, run.max_history, run.seed)
-    trainer = Trainer(run, events, device, items)
+    trainer = Trainer(run, events, device)
     for batch in trainer.batches(events.training(0)):
         trainer.learn(batch)
     logits, labels = [], []

@@ -45,18 +45,11 @@ class Ranker(nn.Module):
         run: the pooling, sizes and dropout.
         cardinalities: number of ids by feature.
         num_dense: number of dense features.
-        items: module from item ids to rows, in place of a table.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        cardinalities: dict[str, int],
-        num_dense: int,
-        items: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, run: Run, cardinalities: dict[str, int], num_dense: int) -> None:
         super().__init__()
-        self.num_dense, self.items = num_dense, items
+        self.num_dense = num_dense
         self.attended = [name for name in ("item", "category") if name in cardinalities]
         self.others = [name for name in cardinalities if name not in self.attended]
         self.tables = EmbeddingCollection(
@@ -68,7 +61,6 @@ class Ranker(nn.Module):
                     feature_names=[name, f"{name}_history"] if name in self.attended else [name],
                 )
                 for name, rows in cardinalities.items()
-                if name != "item" or items is None
             ]
         )
         embed_dim = run.width * len(self.attended)
@@ -83,10 +75,6 @@ class Ranker(nn.Module):
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
         """Logits ``[B]``."""
         embedded = self.tables(sparse)
-        if self.items is not None:
-            for name in ("item", "item_history"):
-                rows = self.items(sparse[name].values())
-                embedded[name] = JaggedTensor(rows, lengths=sparse[name].lengths())
         target = torch.cat([embedded[name].values() for name in self.attended], 1)
         histories = [embedded[f"{name}_history"] for name in self.attended]
         rows = torch.cat([history.values() for history in histories], 1)
