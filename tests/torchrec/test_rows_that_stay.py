@@ -24,6 +24,7 @@ from tests.torchrec.test_distributed import assert_equal_training
 from tests.torchrec.two_ranks import (
     assert_same_run,
     batches,
+    collection_of,
     dense_optimizer,
     full_state_dict,
     load,
@@ -146,6 +147,26 @@ def test_tables_that_are_sharded_in_several_ways(tmp_path: Path, backend: str):
         model = make("default", **options).to(device)
         expected = train_unsharded(model, "SGD", len(ranks), device)
         assert_equal_training([x[name] for x in ranks], expected, model, name)
+
+
+def make_frozen() -> nn.Module:
+    model = make("value projection")
+    collection_of(model).pooling.requires_grad_(False)
+    return model
+
+
+def train_frozen(device: torch.device) -> dict[str, Any]:
+    model = make_sharded(device, ROW_WISE, make_frozen())
+    return {"steps": train(model, device), "state": full_state_dict(model, device)}
+
+
+def test_attention_that_is_frozen(tmp_path: Path, backend: str):
+    """Tables are trained, and ranks exchange what they do otherwise."""
+    ranks = run_ranks(train_frozen, tmp_path, backend)
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    model = make_frozen().to(device)
+    expected = train_unsharded(model, "SGD", len(ranks), device)
+    assert_equal_training(ranks, expected, model, "frozen")
 
 
 BOTH = {"row_dropout": 0.4, "dropout": 0.4}

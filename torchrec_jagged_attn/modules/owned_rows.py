@@ -1,11 +1,11 @@
-"""Attention over history rows that stay on the ranks whose shards they are in.
+"""Attention over history rows that stay on the ranks whose shards contain them.
 
-The *home* of a sample is the rank whose batch has it, the *owner* of a row the rank whose shard has
-it. Homes send queries ``[E]`` to all owners. An owner attends them over the rows that it has of
-each sample, and sends back the outputs, and the logarithms of the sums that these were divided by.
-A home adds up what all owners sent, in the order of their ranks: weighted by the softmax of the
-logarithms, it is the output over the whole history. Backward is the mirror image, and gradients of
-rows stay where the rows are. How much is sent does not depend on the lengths of histories.
+The *home* of a sample is the rank whose batch contains it, the *owner* of a row the rank whose
+shard contains it. Homes send queries ``[E]`` to all owners. Owners compute attention over the rows
+that they have of each sample, and return the outputs and the log-sum-exps of the scores. Homes add
+up the outputs, in the order of the ranks, weighted by the softmax of the log-sum-exps: the output
+over the whole history. Backward reverses these steps, and gradients of rows remain with their
+owners. How much is sent does not depend on the lengths of histories.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def attend_at_owners(
 ) -> LazyAwaitable[Tensor]:
     """``JaggedTargetAttention.forward`` over rows that stay.
 
-    Queries are sent at once. The rest is done when the output is waited for: all ranks must wait
-    for several such in one order.
+    Queries are sent at once. All else is computed when the output is waited for, which all ranks
+    must do in the same order for several attentions.
 
     Args:
         query: targets ``[B, C]``; or ``[ΣT, C]``, with ``query_offsets``.
