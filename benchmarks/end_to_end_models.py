@@ -33,11 +33,11 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn import (
-    EventSelection,
     HistoryEmbeddingCollectionSharder,
     TargetAttentionConfig,
     embedding_parameters,
 )
+from torchrec_jagged_attn.events import EventSelection
 
 __all__ = [
     "CLIP",

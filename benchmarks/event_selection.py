@@ -60,13 +60,8 @@ from events import LONGEST_DWELL, DataError
 from options import writable_file
 from selecting import ByRelevance, selection_of
 
-from torchrec_jagged_attn import (
-    EventBoosting,
-    Relevance,
-    TargetAttentionConfig,
-    TargetAttentionEmbeddingBagCollection,
-    boost_weights,
-)
+from torchrec_jagged_attn import TargetAttentionConfig, TargetAttentionEmbeddingBagCollection
+from torchrec_jagged_attn.events import EventBoosting, Relevance, boost_weights
 
 WAYS = ("relevance", "newest", "random")
 HISTORY = ["history", "surface", "dwell"]

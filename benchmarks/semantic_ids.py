@@ -41,7 +41,7 @@ import quality
 from events import DataError
 from options import writable_file
 
-from torchrec_jagged_attn import DiscretePCA, PackedCodes
+from torchrec_jagged_attn.semantic_ids import DiscretePCA, PackedCodes
 
 MADE_UP = "made-up"
 BITS = (2, 4, 8)

@@ -56,7 +56,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from torchrec_jagged_attn import VQFusion
+from torchrec_jagged_attn.semantic_ids import VQFusion
 
 
 def hashed_titles(titles: Sequence[str]) -> Tensor:

@@ -11,7 +11,7 @@ from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRMTrain
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn import EventSelection, Relevance
+from torchrec_jagged_attn.events import EventSelection, Relevance
 
 HISTORY = ["item_history", "category_history", "dwell_history"]
 

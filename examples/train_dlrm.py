@@ -212,7 +212,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from tqdm import tqdm
 
 from torchrec_jagged_attn import (
-    BalancedBatchSampler,
     EncoderConfig,
     HistoryEmbeddingCollectionSharder,
     HistoryEmbeddingShardingPlanner,
@@ -220,6 +219,7 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
+from torchrec_jagged_attn.data import BalancedBatchSampler
 
 
 def build_model(

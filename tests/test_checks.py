@@ -10,6 +10,7 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import torchrec_jagged_attn as package
+from torchrec_jagged_attn import events, ops, semantic_ids
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 
 pytestmark = pytest.mark.reference  # alike with any kernels
@@ -24,11 +25,11 @@ CALLS = {
     ),
     "target": functools.partial(package.jagged_target_attention, QUERY, ROWS, OFFSETS),
     "flash": functools.partial(package.jagged_flash_attention, HEADS, HEADS, HEADS, OFFSETS),
-    "pairs": functools.partial(package.jagged_jagged_bmm_jagged_out, ROWS, ROWS, OFFSETS),
-    "array": functools.partial(package.array_jagged_bmm_jagged_out, PAIRS, ROWS, OFFSETS),
-    "select": functools.partial(package.select_rows, OFFSETS, num_rows=9),
-    "layout": functools.partial(package.JaggedLayout, OFFSETS),
-    "of lengths": functools.partial(package.JaggedLayout.from_lengths, OFFSETS.diff()),
+    "pairs": functools.partial(ops.jagged_jagged_bmm_jagged_out, ROWS, ROWS, OFFSETS),
+    "array": functools.partial(ops.array_jagged_bmm_jagged_out, PAIRS, ROWS, OFFSETS),
+    "select": functools.partial(ops.select_rows, OFFSETS, num_rows=9),
+    "layout": functools.partial(ops.JaggedLayout, OFFSETS),
+    "of lengths": functools.partial(ops.JaggedLayout.from_lengths, OFFSETS.diff()),
     "target module": functools.partial(package.JaggedTargetAttention, 8),
     "self": functools.partial(package.JaggedSelfAttention, 8, 2),
     "layer": functools.partial(package.HistoryEncoderLayer, 8, 2),
@@ -137,16 +138,16 @@ def test_numbers_of_numpy_are_taken(name, argument):
 
 def segment(**options):
     times = torch.arange(9)
-    return package.segment_sessions(ROWS[:, 0], OFFSETS, times, threshold=0.5, **options)
+    return events.segment_sessions(ROWS[:, 0], OFFSETS, times, threshold=0.5, **options)
 
 
 @pytest.mark.parametrize(
     ("call", "name"),
     [
         (lambda x: segment(gap=x), "gap"),
-        (lambda x: package.boost_weights(PAIRS, strength=x), "strength"),
-        (lambda x: package.Relevance(2, prior=x), "prior"),
-        (lambda x: package.TimeEncoding((x,)), "periods"),
+        (lambda x: events.boost_weights(PAIRS, strength=x), "strength"),
+        (lambda x: events.Relevance(2, prior=x), "prior"),
+        (lambda x: events.TimeEncoding((x,)), "periods"),
     ],
 )
 def test_what_no_float_holds_is_refused(call, name):
@@ -156,8 +157,8 @@ def test_what_no_float_holds_is_refused(call, name):
 
 def test_numbers_are_those_of_python():
     """Others may have few bits, and are not written to JSON."""
-    relevance = package.Relevance(np.int8(100), num_bins=np.int8(2), prior=np.float16(1))
-    layout = package.JaggedLayout(OFFSETS, np.int8(9))
+    relevance = events.Relevance(np.int8(100), num_bins=np.int8(2), prior=np.float16(1))
+    layout = ops.JaggedLayout(OFFSETS, np.int8(9))
     for number in (relevance.num_surfaces, relevance.num_bins, relevance.prior, layout.num_rows):
         assert type(number) in (int, float)
 
@@ -167,7 +168,10 @@ def test_numbers_are_those_of_python():
     [
         (lambda x: package.jagged_target_attention(QUERY, x, OFFSETS), "history"),
         (lambda x: package.jagged_dense_bmm(x, torch.zeros(3, 8, 2), OFFSETS), "x"),
-        (lambda x: package.take_rows(x, package.select_rows(OFFSETS, num_rows=9, keep=1)), "x"),
+        (
+            lambda x: ops.take_rows(x, ops.select_rows(OFFSETS, num_rows=9, keep=1)),
+            "x",
+        ),
     ],
 )
 def test_tensors_have_strides(call, name):
@@ -183,9 +187,9 @@ def test_tensors_have_strides(call, name):
         functools.partial(package.JaggedTargetAttention, 8),
         functools.partial(package.JaggedSelfAttention, 8, 2),
         functools.partial(package.HistoryEncoderLayer, 8, 2),
-        functools.partial(package.Relevance, 2),
-        functools.partial(package.DiscretePCA, 8, 2),
-        functools.partial(package.VQFusion, {"a": 8}, latent_dim=4, num_codes=2),
+        functools.partial(events.Relevance, 2),
+        functools.partial(semantic_ids.DiscretePCA, 8, 2),
+        functools.partial(semantic_ids.VQFusion, {"a": 8}, latent_dim=4, num_codes=2),
     ],
 )
 def test_devices_and_dtypes_are_named(make):
@@ -205,12 +209,12 @@ def test_devices_and_dtypes_are_named(make):
         (package.embedding_parameters, "module"),
         (lambda x: package.rename_keys(x, {"a": "b"}), "state"),
         (lambda x: package.rename_keys({"a": 1}, x), "names"),
-        (lambda x: package.EventBasedFeature([x], 8), "tables"),
+        (lambda x: events.EventBasedFeature([x], 8), "tables"),
         (
-            lambda x: package.VQFusion({"a": 8}, x, latent_dim=4, num_codes=2),
+            lambda x: semantic_ids.VQFusion({"a": 8}, x, latent_dim=4, num_codes=2),
             "labels",
         ),
-        (package.VQFusion({"a": 8}, latent_dim=4, num_codes=2).fit, "batches"),
+        (semantic_ids.VQFusion({"a": 8}, latent_dim=4, num_codes=2).fit, "batches"),
         (lambda x: package.jagged_flash_attention(HEADS, HEADS, HEADS, x), "q_offsets"),
         (lambda x: package.JaggedFeatureInteraction(fused=x), "fused"),
     ],
@@ -223,10 +227,10 @@ def test_what_is_no_such_object_is_refused(call, name):
 def test_rows_have_two_dimensions():
     for y in (torch.tensor(1.0), torch.zeros(9)):
         with pytest.raises(ValueError, match=r"^y must have shape \[Ny, D\]"):
-            package.array_jagged_bmm_jagged_out(PAIRS, y, OFFSETS)
+            ops.array_jagged_bmm_jagged_out(PAIRS, y, OFFSETS)
     packed, basis = torch.zeros(9, 2, dtype=torch.uint8), torch.zeros(7, 8)
     with pytest.raises(ValueError, match=r"^query must have 3 or 4 dimensions, got"):
-        package.jagged_target_attention_over_codes(
+        semantic_ids.jagged_target_attention_over_codes(
             torch.tensor(1.0), packed, OFFSETS, torch.zeros(8), basis
         )
 
@@ -240,9 +244,9 @@ def test_flags_are_bools(name, argument, value):
 
 def test_lengths_are_integers():
     with pytest.raises(TypeError, match=r"^lengths must be int32 or int64, got torch\.float32"):
-        package.JaggedLayout.from_lengths(torch.ones(2))
+        ops.JaggedLayout.from_lengths(torch.ones(2))
     with pytest.raises(ValueError, match=r"^lengths must have shape \[B\]"):
-        package.JaggedLayout.from_lengths(torch.ones(2, 2, dtype=torch.int64))
+        ops.JaggedLayout.from_lengths(torch.ones(2, 2, dtype=torch.int64))
 
 
 def test_candidates_are_jagged():

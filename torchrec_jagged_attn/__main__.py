@@ -16,6 +16,7 @@ from triton import knobs
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
 from torchrec_jagged_attn.cpu import extension
+from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.extension import summary
 from torchrec_jagged_attn.kernels.flash import plan as flash_plan
 from torchrec_jagged_attn.kernels.interaction import plan as interaction_plan
@@ -64,7 +65,7 @@ def paths() -> list[tuple[str, str, str, str]]:
 
     After the ops come modules that choose between ops.
     """
-    names = [name for name in ops.__all__ if name in torchrec_jagged_attn.__all__]
+    names = [name for name in ops.__all__ if name.islower()]  # the others are types
     names += MODULE_PATHS
     return [
         (name, str(device), *path)
@@ -78,12 +79,12 @@ def paths_of(name: str, device: torch.device) -> list[tuple[str, str]]:
     """The paths of an op on a device, in the order in which they are asked, and what each takes."""
     if name in MODULE_PATHS:
         return list(table(MODULE_PATHS[name], device).items())
-    implementation, why = ops.implementation(device)
-    if implementation == "triton" and (of_op := kernel_paths(name, device)):
+    path, why = implementation(device)
+    if path == "triton" and (of_op := kernel_paths(name, device)):
         return list(of_op.items())
-    if implementation == "reference" and name.endswith("_attention"):
+    if path == "reference" and name.endswith("_attention"):
         return [cpu_path()]
-    return [(implementation, why)]
+    return [(path, why)]
 
 
 def kernel_paths(name: str, device: torch.device) -> dict[str, str]:
@@ -157,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.json:
         print_table([("package", "version"), *packages])
         print_table([("device", "what it is"), *about])
-    on_cpu, _ = ops.implementation(torch.device("cpu"))
+    on_cpu, _ = implementation(torch.device("cpu"))
     if on_cpu == "reference" and not extension.is_built():
         print("Building the C++ for CPUs, once, in some 15 s …", file=sys.stderr, flush=True)
     columns = ("op", "device", "path", "why")

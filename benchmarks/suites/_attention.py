@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from suites import Inputs, UnavailableError
-from torchrec_jagged_attn import JaggedLayout
+from torchrec_jagged_attn.ops import JaggedLayout
 from torchrec_jagged_attn.testing import offsets_of
 
 Attend = Callable[..., Tensor]

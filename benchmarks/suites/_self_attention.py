@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import torchrec_jagged_attn
 from suites import Inputs, Relaid, UnavailableError
 from suites._attention import Attend, Padding, flash_attention_3, torch_varlen, visible_rows
+from torchrec_jagged_attn import ops
 
 Call = Callable[[], Tensor]
 
@@ -23,7 +23,7 @@ Call = Callable[[], Tensor]
 def ours(x: Inputs) -> Call:
     """The op."""
     q, k, v = x.leaves.values()
-    return lambda: torchrec_jagged_attn.jagged_flash_attention(q, k, v, x.offsets)
+    return lambda: ops.jagged_flash_attention(q, k, v, x.offsets)
 
 
 def varlen(make: Callable[[Inputs], Attend], x: Inputs) -> Call:
@@ -165,11 +165,9 @@ def jagged_unfused(x: Inputs) -> Relaid:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
         for q_ND, k_ND, v_ND in zip(q * scale, k, v, strict=True):
-            scores = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(
-                q_ND, k_ND, offsets, total=pairs
-            )
-            weights = torchrec_jagged_attn.jagged2_softmax(scores, offsets)
-            outs.append(torchrec_jagged_attn.array_jagged_bmm_jagged_out(weights, v_ND, offsets))
+            scores = ops.jagged_jagged_bmm_jagged_out(q_ND, k_ND, offsets, total=pairs)
+            weights = ops.jagged2_softmax(scores, offsets)
+            outs.append(ops.array_jagged_bmm_jagged_out(weights, v_ND, offsets))
         return torch.stack(outs)
 
     return _by_head(x, call)

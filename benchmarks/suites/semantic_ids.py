@@ -15,11 +15,8 @@ from torch import Tensor
 from suites import Cost, Inputs, Relaid, Suite
 from suites import target_attention_kernel as base
 from suites._attention import padded_sdpa
-from torchrec_jagged_attn import (
-    PackedCodes,
-    jagged_target_attention,
-    jagged_target_attention_over_codes,
-)
+from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn.semantic_ids import PackedCodes, jagged_target_attention_over_codes
 from torchrec_jagged_attn.testing import (
     Case,
     jagged_lengths,

@@ -274,7 +274,7 @@ def fbgemm_sll(x: Inputs) -> Callable[[], Tensor]:
 def ours(x: Inputs) -> Callable[[], Tensor]:
     """The op. A model that made pairs before knows how many there are."""
     jagged = Jagged(x)
-    op = getattr(torchrec_jagged_attn, jagged.op.ours)
+    op = getattr(torchrec_jagged_attn.ops, jagged.op.ours)
     size = {"total": jagged.num_pairs} if jagged.op.layout["out"] == "P" else {}
     if jagged.op.ours == "jagged2_softmax":
         size = {}

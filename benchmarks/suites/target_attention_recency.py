@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from suites import Inputs
 from suites import target_attention as base
 from suites._attention import PEERS, Attend
-from torchrec_jagged_attn import JaggedLayout
+from torchrec_jagged_attn.ops import JaggedLayout
 from torchrec_jagged_attn.testing import Case, flash_attention_oracle
 
 NUM_BUCKETS = 64  # of JaggedTargetAttention: four per octave

@@ -4,16 +4,21 @@ Browsers draw MathML themselves, so the site needs no script for formulas.
 """
 
 import re
+from pathlib import Path
 
 from griffe import Docstring, Extension, Object
 from latex2mathml.converter import convert
 
-PACKAGE = "torchrec_jagged_attn"
 BLOCK = re.compile(r"^( *)\.\. math:: *(.*(?:\n\1 +\S.*)*)", re.MULTILINE)
 INLINE = re.compile(r":math:`([^`]+)`")
 ROLE = re.compile(r":(?:func|class|meth):`([^`]+)`")
-INTERNAL = {"RecencyBias": f"{PACKAGE}.modules.recency_bias.RecencyBias"}
-"""What docstrings name and the package does not export."""
+PAGES = Path(__file__).parents[1] / "api"
+PATHS = {
+    path.rpartition(".")[2]: path
+    for page in PAGES.glob("*.md")
+    for path in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
+}
+"""Where the reference has each object, by its name."""
 
 
 class Readable(Extension):
@@ -27,8 +32,14 @@ class Readable(Extension):
 def as_markdown(text: str) -> str:
     text = BLOCK.sub(lambda m: f"{m[1]}<div>{block(m[2])}</div>", text)
     text = INLINE.sub(lambda m: formula(m[1], "inline"), text)
-    text = ROLE.sub(lambda m: f"[`{m[1]}`][{INTERNAL.get(m[1], f'{PACKAGE}.{m[1]}')}]", text)
+    text = ROLE.sub(lambda m: f"[`{m[1]}`][{path_of(m[1])}]", text)
     return re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
+
+
+def path_of(name: str) -> str:
+    """The dotted path of an object, or of a method of one."""
+    first, dot, method = name.partition(".")
+    return f"{PATHS.get(first, first)}{dot}{method}"
 
 
 def block(latex: str) -> str:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from torchrec_jagged_attn import BalancedBatchSampler
+from torchrec_jagged_attn.data import BalancedBatchSampler
 
 
 def log_normal(count: int, sigma: float = 1.0) -> torch.Tensor:

@@ -8,7 +8,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.events.test_layout import INNER, LENGTHS, make_events
 from tests.runs import assert_same_run
-from torchrec_jagged_attn import EventBasedFeature, Events, JaggedTargetAttention, TimeEncoding
+from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn.events import EventBasedFeature, Events, TimeEncoding
 from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn import Events
+from torchrec_jagged_attn.events import Events
 
 LENGTHS = [3, 0, 5, 1]
 INNER = {"item": [1] * 9, "tags": [2, 0, 1, 3, 0, 0, 1, 2, 1], "empty": [0] * 9}

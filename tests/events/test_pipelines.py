@@ -24,12 +24,12 @@ from tests.torchrec.two_ranks import (
     run_ranks,
     shard,
 )
-from torchrec_jagged_attn import (
+from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn.events import (
     EventBasedFeature,
     EventBoosting,
     Events,
     EventSelection,
-    JaggedTargetAttention,
     Relevance,
 )
 

@@ -12,14 +12,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from tests.fixtures import sync_debug_mode
 from tests.runs import assert_same_run
 from torchrec_jagged_attn import (
-    EventBoosting,
-    EventSelection,
     JaggedTargetAttention,
-    Relevance,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
-    boost_weights,
     jagged_target_attention,
+)
+from torchrec_jagged_attn.events import (
+    EventBoosting,
+    EventSelection,
+    Relevance,
+    boost_weights,
     segment_sessions,
     select_events,
 )

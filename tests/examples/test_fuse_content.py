@@ -6,7 +6,7 @@ import fuse_content
 import pytest
 import torch
 
-from torchrec_jagged_attn import VQFusion
+from torchrec_jagged_attn.semantic_ids import VQFusion
 
 TITLES = ["Heat (1995)", "Heat 2 (1999)", "Pi (1998)", "No Year"]
 GENRES = ["Action|Crime", "Action", "Drama", "Action|Crime"]

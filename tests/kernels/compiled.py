@@ -29,11 +29,8 @@ from triton.runtime import JITFunction, driver
 from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
-    PackedCodes,
     devices,
-    jagged_dense_add,
     jagged_dense_bmm,
-    jagged_dense_mul,
     jagged_flash_attention,
     jagged_jagged_bmm,
     jagged_softmax,
@@ -42,10 +39,11 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.arguments import TargetArguments
 from torchrec_jagged_attn.kernels.common.launch import Launcher, as_constexprs
-from torchrec_jagged_attn.ops import interaction_gradients
+from torchrec_jagged_attn.ops import interaction_gradients, jagged_dense_add, jagged_dense_mul
 from torchrec_jagged_attn.ops import selection as ops_of_selection
 from torchrec_jagged_attn.ops.target_attention import target_attention_with_lse
 from torchrec_jagged_attn.replay.recording import Recorder
+from torchrec_jagged_attn.semantic_ids import PackedCodes
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes that a program may take, of A100 and H100
 NEED_AN_H100 = ("few_warps", "hopper", "warpgroup")  # how their modules' names begin

@@ -20,14 +20,13 @@ from tests.modules.target_attention_inputs import (
 )
 from tests.ops.test_scores import attend_by_formula
 from torchrec_jagged_attn import (
-    DiscretePCA,
     EncoderConfig,
     JaggedTargetAttention,
-    PackedCodes,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
 from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.semantic_ids import DiscretePCA, PackedCodes
 from torchrec_jagged_attn.testing import RoundingErrors, assert_close, assert_matches_oracle
 
 CPU = torch.device("cpu")

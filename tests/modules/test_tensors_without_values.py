@@ -9,13 +9,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.modules.target_attention_inputs import make_module
 from torchrec_jagged_attn import (
-    DiscretePCA,
     HistoryEncoderLayer,
     JaggedFeatureInteraction,
     JaggedSelfAttention,
     JaggedTargetAttention,
     repeat_per_candidate,
 )
+from torchrec_jagged_attn.semantic_ids import DiscretePCA
 
 pytestmark = pytest.mark.reference  # alike with any kernels
 

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-import torchrec_jagged_attn
 from tests.runs import assert_same_run
-from torchrec_jagged_attn import array_jagged_bmm_jagged_out, select_rows, take_rows
+from torchrec_jagged_attn import ops
+from torchrec_jagged_attn.ops import array_jagged_bmm_jagged_out, select_rows, take_rows
 
 LENGTHS = [3, 0, 5, 4]
 OTHER_LENGTHS = [4, 2, 0, 6]
@@ -37,7 +37,7 @@ class Op:
     name: str | None = None
 
     def function(self, name: str) -> Callable:
-        return getattr(torchrec_jagged_attn, self.name or name)
+        return getattr(ops, self.name or name)
 
 
 def take(x, offsets):
@@ -237,10 +237,10 @@ def test_tensors_without_values(name, on):
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda x, o: torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, x, o), "total"),
+        (lambda x, o: ops.jagged_jagged_bmm_jagged_out(x, x, o), "total"),
         (lambda x, o: array_jagged_bmm_jagged_out(x[:, 0], x, o, o.clone()), "num_rows"),
         (lambda x, o: select_rows(o, x[:, 0], keep=2), "capacity"),
-        (lambda x, o: torchrec_jagged_attn.JaggedLayout.from_lengths(o), "num_rows"),
+        (lambda x, o: ops.JaggedLayout.from_lengths(o), "num_rows"),
     ],
 )
 def test_sizes_must_be_given_where_values_do_not_tell_them(call, name):

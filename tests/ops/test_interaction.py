@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-import torchrec_jagged_attn
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
-from torchrec_jagged_attn.ops import implementation
+from torchrec_jagged_attn import ops
+from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.testing import (
     Case,
     RoundingErrors,
@@ -111,7 +111,7 @@ PAIR_OPS = pytest.mark.parametrize("name", [name for name, op in OPS.items() if 
 
 
 def function_of(name):
-    return getattr(torchrec_jagged_attn, name)
+    return getattr(ops, name)
 
 
 def inputs_of(
@@ -390,7 +390,7 @@ def test_more_pairs_than_31_bits_count():
         "jagged_jagged_bmm_jagged_out", lengths, [5, 47_001], "cuda", torch.bfloat16, width=8
     )
     x, y = inputs["x"].mul(3).round(), inputs["y"].mul(3).round()
-    out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(**inputs | {"x": x, "y": y})
+    out = ops.jagged_jagged_bmm_jagged_out(**inputs | {"x": x, "y": y})
     rows = out[15:].view(47_000, 47_001)
     for part in (slice(0, 64), slice(23_000, 23_200), slice(46_900, 47_000)):
         assert torch.equal(rows[part], x[3:][part] @ y[5:].T)
@@ -562,21 +562,17 @@ def test_more_pairs_than_int32_counts():
     x = torch.randn(47_008, 8, device="cuda", dtype=torch.bfloat16)
     offsets = torch.tensor([0, 3, 47_003, 47_008], device="cuda")
     total = 9 + 47_000**2 + 25
-    p = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, x, offsets, total=total)
-    weights = torchrec_jagged_attn.jagged2_softmax(p, offsets)
-    out = torchrec_jagged_attn.array_jagged_bmm_jagged_out(weights, x, offsets)
+    p = ops.jagged_jagged_bmm_jagged_out(x, x, offsets, total=total)
+    weights = ops.jagged2_softmax(p, offsets)
+    out = ops.array_jagged_bmm_jagged_out(weights, x, offsets)
 
     tail = torch.tensor([0, 10, 15], device="cuda"), torch.tensor([0, 47_000, 47_005]).cuda()
     pairs_of_tail = 10 * 47_000 + 25
-    p_of_tail = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(
-        x[-15:], x[3:], *tail, total=pairs_of_tail
-    )
+    p_of_tail = ops.jagged_jagged_bmm_jagged_out(x[-15:], x[3:], *tail, total=pairs_of_tail)
     assert torch.equal(p_of_tail, p[-pairs_of_tail:])
-    weights_of_tail = torchrec_jagged_attn.jagged2_softmax(p_of_tail, *tail)
+    weights_of_tail = ops.jagged2_softmax(p_of_tail, *tail)
     assert torch.equal(weights_of_tail, weights[-pairs_of_tail:])
-    out_of_tail = torchrec_jagged_attn.array_jagged_bmm_jagged_out(
-        weights_of_tail, x[3:], *tail, num_rows=15
-    )
+    out_of_tail = ops.array_jagged_bmm_jagged_out(weights_of_tail, x[3:], *tail, num_rows=15)
     assert torch.equal(out_of_tail, out[-15:])
 
 

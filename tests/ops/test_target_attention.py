@@ -14,7 +14,7 @@ from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.arguments import TargetArguments
-from torchrec_jagged_attn.ops import implementation
+from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.testing import (
     CASES,
     Case,

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from tests.combinations import each_pair
 from tests.fixtures import opcheck
 from tests.ops.test_target_attention import arguments_of
-from torchrec_jagged_attn import PackedCodes, jagged_target_attention
+from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.semantic_ids import PackedCodes
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
     offsets_of,

@@ -17,23 +17,26 @@ from tests.modules.target_attention_inputs import make_module
 from tests.ops.test_target_attention import arguments_of
 from torchrec_jagged_attn import (
     JaggedSelfAttention,
-    array_jagged_bmm_jagged_out,
     checks,
-    jagged2_softmax,
-    jagged_dense_add,
     jagged_dense_bmm,
-    jagged_dense_mul,
     jagged_flash_attention,
     jagged_jagged_bmm,
-    jagged_jagged_bmm_jagged_out,
     jagged_softmax,
     jagged_target_attention,
     layout,
-    select_rows,
-    take_rows,
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher
-from torchrec_jagged_attn.ops import interaction_gradients, target_attention
+from torchrec_jagged_attn.ops import (
+    array_jagged_bmm_jagged_out,
+    interaction_gradients,
+    jagged2_softmax,
+    jagged_dense_add,
+    jagged_dense_mul,
+    jagged_jagged_bmm_jagged_out,
+    select_rows,
+    take_rows,
+    target_attention,
+)
 from torchrec_jagged_attn.replay import calls
 
 LENGTHS = [3, 0, 5], [1, 9, 2, 30], [0, 0], [4]

@@ -8,8 +8,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.combinations import each_pair
 from tests.fixtures import sync_debug_mode
-from torchrec_jagged_attn import DiscretePCA, PackedCodes, jagged_target_attention_over_codes
 from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.semantic_ids import (
+    DiscretePCA,
+    PackedCodes,
+    jagged_target_attention_over_codes,
+)
 from torchrec_jagged_attn.testing import (
     assert_matches_oracle,
     offsets_of,

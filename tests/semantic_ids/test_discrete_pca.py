@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_jagged_attn import DiscretePCA
-from torchrec_jagged_attn.semantic_ids import discrete_pca
+from torchrec_jagged_attn.semantic_ids import DiscretePCA, discrete_pca
 from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 STATISTICS = ["mean", "basis"]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.runs import assert_same_run
-from torchrec_jagged_attn import VQFusion
+from torchrec_jagged_attn.semantic_ids import VQFusion
 
 WIDTHS = {"text": 12, "image": 8}
 CLASSES = {"kind": 4}

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_jagged_attn import PackedCodes
+from torchrec_jagged_attn.semantic_ids import PackedCodes
 
 CPU = torch.device("cpu")
 LEVELS = st.integers(1, 127).map(lambda half: 2 * half + 1)

@@ -43,12 +43,12 @@ from tests.torchrec.two_ranks import (
     world_size,
 )
 from torchrec_jagged_attn import (
-    DiscretePCA,
     EncoderConfig,
     HistoryEmbeddingCollectionSharder,
     embedding_bag_keys,
     rename_keys,
 )
+from torchrec_jagged_attn.semantic_ids import DiscretePCA
 
 Losses = list[Tensor]
 

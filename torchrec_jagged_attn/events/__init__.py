@@ -1,4 +1,4 @@
-"""Events of users: which of them matter, these alone, and one row of all that is known of each.
+"""Experimental: events of users, which of them matter, and one row from all attributes of each.
 
 It needs torchrec.
 """

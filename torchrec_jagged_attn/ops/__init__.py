@@ -1,8 +1,9 @@
-"""The ops: functions of tensors, each one registered torch op with a fake and a gradient."""
+"""The ops: functions of tensors, each a registered torch op with a fake and a gradient."""
 
-# Programs have these ops.
+# Exported programs have these ops.
+import torchrec_jagged_attn.ops.codes
 import torchrec_jagged_attn.ops.multi_head_target_attention  # noqa: F401
-from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.layout import JaggedLayout
 from torchrec_jagged_attn.ops.flash_attention import jagged_flash_attention
 from torchrec_jagged_attn.ops.interaction import (
     array_jagged_bmm_jagged_out,
@@ -14,12 +15,13 @@ from torchrec_jagged_attn.ops.interaction import (
     jagged_jagged_bmm_jagged_out,
     jagged_softmax,
 )
-from torchrec_jagged_attn.ops.selection import select_rows, take_rows
+from torchrec_jagged_attn.ops.selection import SelectedRows, select_rows, take_rows
 from torchrec_jagged_attn.ops.target_attention import jagged_target_attention
 
 __all__ = [
+    "JaggedLayout",
+    "SelectedRows",
     "array_jagged_bmm_jagged_out",
-    "implementation",
     "jagged2_softmax",
     "jagged_dense_add",
     "jagged_dense_bmm",

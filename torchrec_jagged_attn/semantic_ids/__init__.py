@@ -1,4 +1,4 @@
-"""Rows kept as a few codes each, and attention over these; needs torch alone."""
+"""Experimental: rows kept as a few codes each, and attention over these; needs torch alone."""
 
 from torchrec_jagged_attn.semantic_ids.attention import jagged_target_attention_over_codes
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA

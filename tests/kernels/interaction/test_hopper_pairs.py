@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-import torchrec_jagged_attn
 from tests.ops.test_interaction import inputs_of, pair_bmm_oracle
-from torchrec_jagged_attn import devices, paths
+from torchrec_jagged_attn import devices, ops, paths
 from torchrec_jagged_attn.kernels.interaction import hopper_pairs, plan
 from torchrec_jagged_attn.kernels.interaction.products import pair_offsets
 from torchrec_jagged_attn.replay import calls
@@ -48,7 +47,7 @@ def pairs_of_any_mean(monkeypatch):
 def test_pairs_on_hopper(width, hopper):
     device, launched = hopper
     x, y, offsets, expected = whole_numbers(width, device)
-    out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets, total=expected.numel())
+    out = ops.jagged_jagged_bmm_jagged_out(x, y, *offsets, total=expected.numel())
     assert launched in (["hopper_pairs"], None)
     assert torch.equal(out, expected)
 
@@ -77,7 +76,7 @@ def test_pairs_of_short_samples_take_another_kernel(hopper, monkeypatch, caplog)
     monkeypatch.setattr(paths, "LOG", True)
     monkeypatch.setattr(calls, "ENABLED", False)  # as TORCHREC_JAGGED_ATTN_LOG=1 does
     caplog.set_level("INFO")
-    out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets)
+    out = ops.jagged_jagged_bmm_jagged_out(x, y, *offsets)
     (said,) = caplog.messages
     assert f"{__file__}:" in said
     if launched is not None:
@@ -97,7 +96,7 @@ def test_pairs_have_the_same_bits_from_either_kernel(width, dtype, monkeypatch):
     results = []
     for least in (0, 10**6):
         monkeypatch.setattr(plan, "MIN_MEAN_ROWS", least)
-        results.append(torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(**inputs))
+        results.append(ops.jagged_jagged_bmm_jagged_out(**inputs))
     assert torch.equal(*results)
 
 
@@ -116,7 +115,7 @@ def test_pairs_that_hopper_has_no_kernel_for(change, hopper):
     device, launched = hopper
     x, y, offsets, _ = whole_numbers(72, device)
     x, y = change(x), change(y)
-    out = torchrec_jagged_attn.jagged_jagged_bmm_jagged_out(x, y, *offsets)
+    out = ops.jagged_jagged_bmm_jagged_out(x, y, *offsets)
     assert launched in ([], None)
     expected = pair_bmm_oracle(x.float(), y.float(), *offsets).to(x.dtype)
     assert torch.equal(out, expected)
