@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -75,56 +75,56 @@ class EncoderConfig:
 class TargetAttentionConfig:
     """Which history attends to which target, and how.
 
-    Side information rides along: rows of several targets are laid side by side, and so are those of
-    several histories. They are attended once, over the sum of their widths.
+    With several targets or histories, their embeddings are concatenated along the columns, and
+    attended once, over the sum of their widths. So events can have side information.
 
-    A feature that several tables hold is named ``feature@table``, as EmbeddingBagCollection names
-    its output.
+    A feature that several tables have is named ``feature@table``, as in the output of
+    EmbeddingBagCollection.
 
     Args:
-        target: feature, or features, with exactly one id per sample; of a collection with
-            ``candidates="jagged"``, with any number.
-        history: feature, or features, oldest id first, pooled by attention to ``target``. Several
-            must have equal lengths: they describe the same events.
-        num_heads: ``H``, a divisor of the summed width of the histories. ``None``, the default, is
-            what :class:`JaggedTargetAttention` makes of that width: 8, 4, 2 or 1.
-        timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any
-            unit. It is not embedded, so no table may hold it. It is read after the lookups, so a
-            pipeline must not be told ``free_features_storage_early=True``.
-        request_time: key of the KeyedJaggedTensor with exactly one integer per sample, in the unit
-            of ``timestamps``: when it is scored. Ages are counted from it, and are zero where a row
-            is newer. By default they are counted from the newest row: how long ago that was is not
-            seen. It is not embedded, and read as ``timestamps`` are, which it needs. One key may be
-            that of several attentions.
-        recency_bias: whether scores have a learned bias by position in the history, and by age
-            where there are ``timestamps``.
-        init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
-        encoder: :class:`EncoderConfig` of the layers that encode the history before it is attended
-            to. ``None``, the default, for no layers.
-        score: ``"softmax"``, ``"silu"`` or ``"sigmoid"``, as in
+        target: feature, or list of features, with exactly one id per sample; with any number if the
+            collection has ``candidates="jagged"``.
+        history: feature, or list of features, with ids from oldest to newest, pooled by attention
+            to ``target``. Several must have equal lengths: they describe the same events.
+        num_heads: number of heads ``H``, which must divide the summed width ``E`` of the histories.
+            ``None``, the default, chooses 8, 4, 2 or 1 by ``E``, as in
             :class:`JaggedTargetAttention`.
-        value_projection: whether attention projects the rows that it pools; as in
-            :class:`JaggedTargetAttention`. If not, they stay in the space of their tables. ``None``
-            projects with ``init="mha"`` or ``history_codes`` alone.
-        row_dropout: while training, the probability that a row of the history is left out of an
-            attention, of encoder layers, too; as in :class:`JaggedTargetAttention`.
-        dropout: while training, the probability that a weight of an attention is set to zero, of
-            encoder layers, too; as in :class:`JaggedTargetAttention`.
-        history_codes: how the history comes packed in codes, if it does, as in
-            :class:`JaggedTargetAttention`: a :class:`DiscretePCA`, fitted, whose basis is fixed or,
-            if it is trainable, learned further; or :class:`PackedCodes`, whose codes are the rows.
-            The history then needs no table and no lookup: its values are int64 of
-            :meth:`PackedCodes.to_int64`, a feature for each column. They are put out under
-            the key of the first, after those of tables. ``embedding_bag_configs`` of the collection
-            has it, too, as if a table of one row had it: a DLRM finds it. Needs ``encoder=None``.
-        max_history: ``K``, to keep only the newest ``K`` rows of each history, with their
-            timestamps and weights. Older rows are dropped before the lookups, also for another
-            table that pools the same feature. A training pipeline overlaps this, and the lookups,
-            if it is told ``pipeline_postproc=True``. ``None`` keeps all rows.
+        score: ``"softmax"``, ``"silu"`` or ``"sigmoid"``, as in :class:`JaggedTargetAttention`.
+        init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
+        value_projection: whether values and outputs are projected, as in
+            :class:`JaggedTargetAttention`. ``None``, the default, projects with ``init="mha"`` or
+            ``history_codes`` only; otherwise, pooled rows stay in the embedding space of their
+            tables.
+        recency_bias: whether scores have a learned bias by position in the history and, with
+            ``timestamps``, by age.
+        timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any unit.
+            No table may have it. It is read after the lookups, so a training pipeline must not be
+            given ``free_features_storage_early=True``.
+        request_time: key of the KeyedJaggedTensor with exactly one integer per sample: when it is
+            scored, in the unit of ``timestamps``, which it requires. Ages are counted from it, and
+            are zero where a row is newer. By default they are counted from the newest row of the
+            history. No table may have it; several attentions may share it.
+        encoder: layers in which history rows attend to each other before a target attends to them.
+            ``None``, the default, for no layers.
+        row_dropout: probability, while training, that a history row is masked, in encoder layers,
+            too; as in :class:`JaggedTargetAttention`.
+        dropout: probability, while training, that an attention weight is set to zero, in encoder
+            layers, too; as in :class:`JaggedTargetAttention`.
+        max_history: maximum number of history rows. Only the newest are kept, with their timestamps
+            and weights; older ones are dropped before the lookups, also for other tables that pool
+            the same feature. A training pipeline overlaps this with ``pipeline_postproc=True``.
+            ``None``, the default, keeps all.
+        history_codes: experimental: how the history is packed, if its features have codes instead
+            of ids. A fitted :class:`DiscretePCA` decodes codes to rows, with a basis that is fixed
+            or, if it is trainable, learned; with :class:`PackedCodes`, the codes are the rows. The
+            history has no table and no lookup: it has a feature for each column of
+            :meth:`PackedCodes.to_int64`, int64. The output's key is that of the first one, after
+            those of tables, and ``embedding_bag_configs`` of the collection lists it as a table
+            with one row, so that a DLRM finds it. Requires ``encoder=None``.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of its range or unknown, or has no effect without another.
+        TypeError: an argument has another type.
+        ValueError: an argument is out of range or unknown, or requires another one.
 
     Example:
         >>> config = TargetAttentionConfig(target=["item", "tag"], history=["items", "tags"])
@@ -135,17 +135,18 @@ class TargetAttentionConfig:
     target: str | list[str]
     history: str | list[str]
     num_heads: int | None = None
-    timestamps: str | None = None
-    recency_bias: bool = True
-    init: Literal["recency", "mha"] = "recency"
-    encoder: EncoderConfig | None = None
+    _: KW_ONLY
     score: Literal["softmax", "silu", "sigmoid"] = "softmax"
+    init: Literal["recency", "mha"] = "recency"
     value_projection: bool | None = None
-    row_dropout: float = 0.0
-    max_history: int | None = None
-    dropout: float = 0.0
-    history_codes: DiscretePCA | PackedCodes | None = None
+    recency_bias: bool = True
+    timestamps: str | None = None
     request_time: str | None = None
+    encoder: EncoderConfig | None = None
+    row_dropout: float = 0.0
+    dropout: float = 0.0
+    max_history: int | None = None
+    history_codes: DiscretePCA | PackedCodes | None = None
 
     def __post_init__(self) -> None:
         for name in ("target", "history"):

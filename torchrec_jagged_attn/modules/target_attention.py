@@ -52,74 +52,72 @@ REMOVED = ("length_power", "length_bias", "unit.")
 
 
 class JaggedTargetAttention(nn.Module):
-    r"""Multi-head attention with targets as queries and their user's history as keys and values.
+    r"""Multi-head attention of targets (queries) to the history of their sample (keys and values).
 
-    Queries and keys are those of ``torch.nn.MultiheadAttention(embed_dim, num_heads,
-    kdim=history_dim, vdim=history_dim)``, on each sample for itself. Two things differ, each with a
-    switch. Scores have a learned bias by position in the history (``recency_bias``, see
-    :class:`RecencyBias`). Pooled rows stay in the embedding's own space (``value_projection``).
-    With ``recency_bias=False`` and ``value_projection=True``, it is the same function, with the
-    same parameter names and shapes. Targets may have a width of their own, too. Where they are few,
-    no key and no value is made: the projections are absorbed on the targets' side,
+    By default it differs from ``torch.nn.MultiheadAttention(embed_dim, num_heads,
+    kdim=history_dim, vdim=history_dim)`` on each sample in two ways: scores have a learned bias by
+    position in the history (``recency_bias``, see :class:`RecencyBias`), and pooled rows stay in
+    the embedding space (``value_projection``). With ``recency_bias=False`` and
+    ``value_projection=True``, it is the same function, with the same parameter names and shapes.
+
+    With few targets per sample, keys and values are not computed. Their projections are absorbed:
+    they are applied to the targets and to the pooled rows,
 
     .. math:: q_h \cdot (W_{K,h} x_n + b_{K,h}) = (W_{K,h}^T q_h) \cdot x_n + const, \qquad
               \sum_n p_n (W_{V,h} x_n + b_{V,h}) = W_{V,h} \sum_n p_n x_n + b_{V,h}
 
-    and softmax drops the constant. With ``H`` heads that is ``H`` times the arithmetic for each
-    pair of a target and a row. With many targets per sample (of jagged targets, in the mean), keys
-    and values are materialized instead, once for each row. The choice depends on shapes alone, and
-    results differ by rounding. Compiled, targets ``[B, T, C]`` whose ``T`` comes to the other
-    choice compile once more. The attention of a sample with an empty history is zero: with a
-    value projection, its output is the bias of ``out_proj``.
+    where the softmax drops the constant. Each pair of a target and a row then takes ``H`` times the
+    arithmetic. With many targets per sample (of jagged targets, in the mean), keys and values are
+    materialized instead, once for each row. The choice depends on shapes only; results differ by
+    rounding. A compiled module whose number of targets ``T`` leads to the other choice is compiled
+    once more.
+
+    The attention of a sample with an empty history is zero: with a value projection, its output is
+    the bias of ``out_proj``.
 
     Args:
-        embed_dim: ``E``, width of outputs.
-        num_heads: ``H``, a divisor of ``embed_dim``. ``None``, the default, is the most of 8, 4
-            and 2 that divides it into heads of at least four columns, else 1.
-        history_dim: ``D``, width of history rows; ``embed_dim`` by default.
-        target_dim: ``C``, width of targets; ``embed_dim`` by default.
+        embed_dim: width ``E`` of outputs.
+        num_heads: number of heads ``H``, which must divide ``embed_dim``. ``None``, the default, is
+            the largest of 8, 4 and 2 that divides it into heads of at least four columns, else 1.
+        history_dim: width ``D`` of history rows. Default: ``embed_dim``.
+        target_dim: width ``C`` of targets. Default: ``embed_dim``.
         bias: whether the projections have biases.
         recency_bias: whether to add the learned bias by position in the history.
-        age_bias: whether that bias also learns from the age of a row, given ``timestamps``.
-        init: ``"recency"`` starts as a pooling in the embedding's own space, weighted by recency
-            alone: queries at zero, and value and output projections, if any, at the identity,
-            where ``D = E``. ``"mha"`` starts the projections as ``torch.nn.MultiheadAttention``
-            does.
-        score: what makes weights of scores: their ``"softmax"``; or, of each row by itself,
-            ``"silu"`` or ``"sigmoid"``, see :func:`jagged_target_attention`. Of the latter two, the
-            weights of a history have no sum in common: outputs grow with its length, and the bias
-            of values is added once. Their scores have no bias of keys, their projections are always
-            absorbed, and prior weights are refused.
-        value_projection: whether values are projected, and the output once more. If not, pooled
-            rows stay in the embedding's own space, where ``D = E``: the output of each head is its
-            own ``E / H`` columns of the rows that it pooled, as if both projections were fixed at
-            the identity. An empty history gives zeros. In place of those of the projections,
-            parameters are ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with
-            ``bias``, ``in_proj_bias`` ``[E]`` of queries alone: a bias of keys changes nothing.
-            ``None``, the default, projects where it has to: where ``D`` is not ``E``, with
-            ``init="mha"`` or ``history_codes``.
-        history_codes: how the history is packed in codes, if it is: its values are then ``[N,
-            num_bytes]`` uint8, of :class:`PackedCodes`. Rows are what a :class:`DiscretePCA` would
-            decode them to, of its ``embed_dim`` ``D``: basis and mean are absorbed like projections
-            of keys and values. They are copied, as parameters if they are trainable there, else as
-            buffers. Or, with :class:`PackedCodes` alone, rows are the codes themselves, ``D`` of
-            them. Projections are always absorbed, and values are projected.
-        row_dropout: while training, the probability that a row of the history is left out, for all
-            targets and heads. See :func:`jagged_target_attention`.
-        dropout: while training, the probability that a weight of a target, head and row is set to
+        age_bias: whether that bias also depends on the ages of rows. Requires ``recency_bias``, and
+            ``timestamps`` in ``forward``.
+        init: ``"recency"`` starts as a pooling of the rows by recency: queries are zero, and value
+            and output projections, if any, the identity, where ``D = E``. ``"mha"`` initializes
+            projections as ``torch.nn.MultiheadAttention`` does.
+        score: how scores become weights: ``"softmax"``, or ``"silu"`` or ``"sigmoid"`` of each
+            score by itself, see :func:`jagged_target_attention`. With the latter two, outputs grow
+            with the length of the history, the bias of values is added once, keys have no bias, and
+            ``prior_weights`` are not supported.
+        value_projection: whether values and outputs are projected. If not, which needs ``D = E``,
+            the output of a head is its ``E / H`` columns of the rows that it pooled, as if both
+            projections were the identity; an empty history gives zeros. The parameters are then
+            ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``,
+            ``in_proj_bias`` ``[E]`` of queries. ``None``, the default, projects only where ``D`` is
+            not ``E``, with ``init="mha"``, or with ``history_codes``.
+        row_dropout: probability, while training, that a history row is masked, for all targets and
+            heads of its sample, see :func:`jagged_target_attention`.
+        dropout: probability, while training, that a weight of a target, head and row is set to
             zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
-            See there. But the bias of values is added once, whatever is dropped.
-        device: of the parameters.
-        dtype: of the parameters.
+            The bias of values is added once all the same.
+        history_codes: experimental: how the history is packed. Its values are then ``[N,
+            num_bytes]`` uint8 of :class:`PackedCodes`. With a :class:`DiscretePCA`, rows are what
+            it decodes codes to, of width ``D``; its basis and mean are absorbed like the
+            projections, and copied to parameters if they are trainable, else to buffers. With
+            :class:`PackedCodes`, rows are the ``D`` codes. Projections are always absorbed, and
+            values are projected.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        TypeError: ``embed_dim`` or ``target_dim`` is no int, ``num_heads`` neither an int nor None,
-            ``row_dropout`` or ``dropout`` no number, or ``history_codes`` of another type.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, or ``embed_dim`` or ``target_dim``
-            is less than 1. ``init`` or ``score`` is unknown. ``row_dropout`` or ``dropout`` is no
-            probability below one. ``age_bias`` goes without ``recency_bias``. Without a value
-            projection, ``history_dim`` is not ``embed_dim``. With ``history_codes``, the
-            ``history_dim`` is another, or values are not projected.
+        TypeError: an argument has another type.
+        ValueError: an argument is out of range or unknown, ``num_heads`` does not divide
+            ``embed_dim``, ``age_bias`` is given without ``recency_bias``, ``history_dim`` is not
+            ``embed_dim`` without a value projection, or does not fit ``history_codes``, or
+            ``value_projection`` is False with ``history_codes``.
         NotImplementedError: ``history_dim`` is over 512.
 
     Example:
@@ -304,14 +302,14 @@ class JaggedTargetAttention(nn.Module):
                 ``history_codes``, values ``[N, num_bytes]`` uint8.
             timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Integers or fp64:
                 fp32 holds today's Unix time to the nearest 128 seconds.
-            prior_weights: ``[N]``, what each row counts before it is compared with a target, see
-                :func:`jagged_target_attention`. Zero, or less, removes the row; but positions,
-                ages and lengths count it. A history whose rows are all removed is pooled as an
+            prior_weights: ``[N]``, by which attention weights are multiplied before they are
+                normalized, see :func:`jagged_target_attention`. Zero or less masks the row, which
+                still counts in positions and ages. A history with all rows masked is pooled as an
                 empty one.
-            indices: ``[N]`` int32 or int64, which of the rows ``[U, D]``, the values of ``history``
-                then, stands at each place of the samples. They are read where they lie, forward and
-                backward; only materialized keys and values are made of a copy ``[N, D]``. Lengths,
-                times and prior weights are of places.
+            indices: ``[N]`` int32 or int64 gather indices: which row of ``history.values()``, then
+                ``[U, D]``, is at each position. Rows are gathered in the kernels, forward and
+                backward, without a copy; only materialized keys and values use one, ``[N, D]``.
+                Lengths, timestamps and prior weights belong to positions.
             request_time: ``[B]`` in the dtype of ``timestamps``, when each sample is scored: the
                 ages of its rows are counted from it, and are zero where rows are newer. By default
                 they are counted from the time of the newest row.
