@@ -9,11 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
+import report
 import serving_load
-import tables
-from tables import TABLES
+from figures import shown
+from specs import TABLES
 
 from tests.examples.test_serve_dlrm import run  # noqa: F401, a fixture
 
@@ -116,8 +118,8 @@ def test_a_run_is_in_the_csv(
         assert 1 <= figures[case, "batch"] <= 16
         assert 0 < figures[case, "cpu"] < figures[case, "p99"]
         assert f"│ as trained │{rate:>7,} │" in printed
-    table = tables.figures_table(TABLES["serving_load"], tmp_path)
-    p50 = tables.shown(Decimal(str(figures["400/s", "p50"])), "ms")
+    table = report.figures_table(TABLES["serving_load"], tmp_path)
+    p50 = shown(Decimal(str(figures["400/s", "p50"])), "ms")
     assert f"| 400 | {p50} / " in table
     assert "…" not in printed  # on a terminal of 80 columns
     with pytest.raises(SystemExit):
