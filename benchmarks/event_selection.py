@@ -1,6 +1,6 @@
 """Train one ranking model on parts of the events: by relevance, the newest, or any, and compare.
 
-    python benchmarks/event_selection.py                            # of made-up events
+    python benchmarks/event_selection.py                            # of synthetic events
     python benchmarks/event_selection.py --data data/ml-1m --csv event_selection.csv
 
 An example is an event that converted and the user's newest events before it, of which the model
@@ -15,7 +15,7 @@ are never looked up: ``EventSelection`` removes them first.
     newest      the newest
     random      any
 
-Made-up users follow a few kinds of items. Of their events, ``--noise`` are of any kind, looked at
+Synthetic users follow a few kinds of items. Of their events, ``--noise`` are of any kind, looked at
 shortly, and hardly ever convert: they tell nothing of what the user will take. How long events are
 looked at, and how many are noise, differs between surfaces. With --data, a folder of MovieLens-1M
 in GroupLens' form, an event is a rating. It converts with four stars or more. Its surface is the
@@ -326,7 +326,7 @@ def compare(log: EventLog, args: argparse.Namespace, device: str) -> Iterator[di
     runs = [("all", 1.0), ("boosted", 1.0)] if 1.0 in args.budgets else []
     runs += [(way, budget) for budget in args.budgets if budget < 1 for way in args.ways]
     of_log = [
-        "made-up" if args.data is None else args.data.name,
+        "synthetic" if args.data is None else args.data.name,
         int(log.user[-1]) + 1,
         len(log.user),
         args.noise if args.data is None else 0.0,
@@ -388,7 +388,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, help="a folder of MovieLens-1M")
     parser.add_argument("--users", type=int, help="of the lowest ids; without --data, 1000")
-    parser.add_argument("--events", type=int, default=200, help="of each made-up user")
+    parser.add_argument("--events", type=int, default=200, help="of each synthetic user")
     parser.add_argument("--noise", type=float, default=0.75, help="share of their events")
     parser.add_argument("--max-history", type=int, default=200, help="newest events to select from")
     parser.add_argument("--budgets", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])

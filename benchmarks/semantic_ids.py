@@ -1,11 +1,11 @@
 """Keep rows in few bytes in several ways, and print what squared error each leaves.
 
-    python benchmarks/semantic_ids.py                                # of made-up rows
+    python benchmarks/semantic_ids.py                                # of synthetic rows
     python benchmarks/semantic_ids.py --data data/ml-1m --csv semantic_ids.csv
 
-Made-up rows are normal, with a spectrum that falls as a power of its rank. With --data, a folder of
-MovieLens-1M, the embeddings of films are rows, too, learned by the ranking model of ``quality.py``
-with mean pooling, in several passes over its training events.
+Synthetic rows are normal, with a spectrum that falls as a power of its rank. With --data, a folder
+of MovieLens-1M, the embeddings of films are rows, too, learned by the ranking model of
+``quality.py`` with mean pooling, in several passes over its training events.
 
     integers       each row's own range in equal steps of 2, 4 or 8 bits, with its least value and
                    step in fp16, as tables of FBGEMM have them
@@ -43,7 +43,7 @@ from options import writable_file
 
 from torchrec_jagged_attn.semantic_ids import DiscretePCA, PackedCodes
 
-MADE_UP = "made-up"
+MADE_UP = "synthetic"
 BITS = (2, 4, 8)
 LEVELS = (3, 15)
 CENTERS = 256
@@ -189,7 +189,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", help="a folder of MovieLens-1M, whose embeddings are learned")
-    parser.add_argument("--rows", type=int, default=20000, help="that are made up")
+    parser.add_argument("--rows", type=int, default=20000, help="of synthetic data")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=4, help="of learning embeddings")
     parser.add_argument("--bytes", type=int, nargs="+", help="budgets; those of integers, and half")

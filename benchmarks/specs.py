@@ -78,9 +78,9 @@ EVENTS = {
 }
 """What ``event_selection.py`` leaves of the events, in words."""
 EVENT_LOGS = {
-    "made-up": "synthetic",
+    "synthetic": "synthetic",
     "ml-1m": "MovieLens-1M",
-    "made-up-gpu": "synthetic, on a GPU",
+    "synthetic-gpu": "synthetic, on a GPU",
 }
 BUDGETS = {"1": "1", "0.5": "½", "0.25": "¼", "0.125": "⅛"}
 PEERS = {

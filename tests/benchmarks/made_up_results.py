@@ -90,7 +90,7 @@ def write_ways(folder: Path) -> None:
     stamp = {"device": "a GPU", "torch": "2.13.0", "torchrec": "1.8.0",
              "torchrec_jagged_attn": "0.1.0", "date": "2026-11-25T01:02:03+00:00"}  # fmt: skip
     events = [
-        {"data": "made-up", "users": 9, "events": 90, "noise": 0.75, "max_history": 9, "width": 8,
+        {"data": "synthetic", "users": 9, "events": 90, "noise": 0.75, "max_history": 9, "width": 8,
          "epochs": 1, "batch_size": 2, "lr": 1e-3, "way": way, "budget": budget, "seed": seed,
          "ne": ne, "auc": 0.9, "training, samples/s": 100 / budget,
          "inference, samples/s": math.nan, **stamp}

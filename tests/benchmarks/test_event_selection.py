@@ -55,7 +55,7 @@ def test_what_is_finished_is_not_trained_again(tmp_path, monkeypatch, capsys):
     lines = pd.read_csv(path)
     assert lines["seed"].tolist() == [0, 1]
     assert lines[event_selection.FIGURES[2:]].isna().all(axis=None)
-    assert lines["data"].tolist() == ["made-up"] * 2
+    assert lines["data"].tolist() == ["synthetic"] * 2
     assert lines["users"].tolist() == [20] * 2
     assert "nan" not in capsys.readouterr().out
 

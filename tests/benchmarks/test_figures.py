@@ -182,5 +182,5 @@ def test_trainings_of_other_sizes_are_not_compared(results):
 def test_ways_with_other_settings_are_not_compared(results):
     frame = pd.read_csv(results / "event_selection.csv")
     frame.loc[0, "noise"] = 0.5
-    with pytest.raises(ValueError, match=r"noise must be the same for all of made-up, got \[0\.5"):
+    with pytest.raises(ValueError, match=r"noise must be the same for all of synthetic, .*\[0\.5"):
         quality_results.ways_rows(frame)
