@@ -118,7 +118,7 @@ def test_self_attention(layer, mode):
         assert out.shape == grad.shape == (6, 8)
 
 
-def test_repeat_by_request(mode):
+def test_repeat_per_candidate(mode):
     device, _, inside = mode
     with inside:
         assert repeat_per_candidate(draw(3, 8, device=device), history_of(device)).shape == (6, 8)
