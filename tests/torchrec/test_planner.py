@@ -121,15 +121,13 @@ def count_bytes(device: torch.device) -> list[int]:
     optimize_tables(model)
     model = shard(model, device, ShardingType.ROW_WISE, sharders=OURS)
     counted: list[int] = []
-    send = owned_rows._all_to_all
+    start = owned_rows._Transfer.start
 
-    def send_counted(
-        x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def start_counted(transfer: Any, x: Tensor, received: list[int], sent: list[int]) -> None:
         counted[-1] += x[0].nbytes * (sum(sent) - sent[dist.get_rank()])
-        return send(x, received, sent, group)
+        start(transfer, x, received, sent)
 
-    owned_rows._all_to_all = send_counted
+    owned_rows._Transfer.start = start_counted
     for length in (2, 50):
         counted.append(0)
         lengths = torch.tensor([1, 1, 1, length, length, length], device=device)
