@@ -1,7 +1,7 @@
 """Records of what the ops take, return and give as gradients.
 
 The fields of a record are the arguments of an op's schema, in their order. Of the gradients, each
-has the name of the argument that it belongs to, and is ``None`` where nobody asks for it.
+has the name of the argument that it belongs to, and is ``None`` if not requested.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class FlashOutputs(NamedTuple):
 
     Attributes:
         out: ``[ΣLq, H, Dv]``.
-        stats: ``[2, ΣLq, H]`` fp32, see :class:`TargetOutputs`; zeros where nobody needs them.
+        stats: ``[2, ΣLq, H]`` fp32, see :class:`TargetOutputs`; zeros if not requested.
     """
 
     out: Tensor

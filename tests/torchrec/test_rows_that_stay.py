@@ -336,7 +336,7 @@ def look_up_out_of_range(_: torch.device) -> tuple[list[int], Tensor]:
 
 
 def test_ids_out_of_range_are_looked_up_as_the_first_row_of_an_owner(tmp_path: Path):
-    """As FBGEMM's check of bounds does it, on GPUs where nobody has checked before."""
+    """As FBGEMM's check of bounds does it, on GPUs, where ids are not checked before."""
     ranks = run_ranks(look_up_out_of_range, tmp_path, "gloo")
     assert torch.tensor([lengths for lengths, _ in ranks]).sum(0).tolist() == [4] * 6
     lengths, rows = ranks[1]

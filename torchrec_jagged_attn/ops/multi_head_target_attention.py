@@ -370,7 +370,7 @@ def _over_keys(args: MultiHeadArguments, q: Tensor, k: Tensor, v: Tensor) -> Fla
 def _empty_absorbed(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
     """``u``, ``pooled`` and the residual of that, of ``R`` rows, with nothing in them.
 
-    Of no row for materialized keys and values or without a gradient, which have no use for them.
+    Of no row for materialized keys and values or without a gradient, which do not use them.
     But of ``R`` where the number of jagged targets decides: no shape may depend on what it says.
     """
     depends = args.query_offsets is not None and args.keys_and_values == "auto"

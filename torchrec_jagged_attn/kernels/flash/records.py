@@ -1,7 +1,7 @@
 """Records that the kernels of flash attention take, each thing with its shape once.
 
 Query rows are ``Lq`` of a sample and ``ΣLq`` of all, key rows ``Lk`` and ``ΣLk``; ``H`` heads of
-queries, ``Hk`` of keys. Pointers are ``None`` where there is nothing, or a kernel has no use for
+queries, ``Hk`` of keys. Pointers are ``None`` where there is nothing, or a kernel does not use
 it. What the op returns is ``arguments.FlashOutputs``.
 """
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; ``None`` where it has no use for it."""
+    """What a kernel is compiled for; ``None`` where it does not use it."""
 
     H: int  # heads of queries
     HK: int  # heads of keys and values

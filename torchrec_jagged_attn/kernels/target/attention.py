@@ -423,7 +423,7 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
 def _boxes_of(x: Tensor, plan: Plan) -> TensorDescriptor:
     """Boxes of rows of ``x``, of its memory as it is, for the kernels of warpgroups."""
     if not x.shape[0]:
-        x = x.new_empty(1, x.shape[1])  # there is no descriptor of nothing
+        x = x.new_empty(1, x.shape[1])  # a descriptor needs a row
     return jagged_rows(x.unsqueeze(1), plan.tiles["BLOCK_N"], plan.tiles["BLOCK_D"])
 
 

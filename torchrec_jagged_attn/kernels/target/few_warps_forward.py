@@ -52,7 +52,7 @@ def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed codes; rows STRIDE apart
     biases,  # arguments.Biases
-    outputs,  # Outputs; ``residual`` is None where nobody asks
+    outputs,  # Outputs; ``residual`` is None if not requested
     sums,  # Sums
     samples,  # Samples
     num_samples,

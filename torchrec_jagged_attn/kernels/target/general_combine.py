@@ -48,7 +48,7 @@ def _find_chunks(samples, num_samples, num_targets, C: tl.constexpr):
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def combine_outputs_kernel(
     sums,  # Sums
-    outputs,  # Outputs; ``residual`` is None where nobody asks
+    outputs,  # Outputs; ``residual`` is None if not requested
     samples,  # Samples
     num_samples,
     num_targets,

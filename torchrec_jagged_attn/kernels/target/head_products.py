@@ -71,7 +71,7 @@ class Chain(NamedTuple):
         second: ``[H, X, D]`` or ``[H, X, C]``.
         second_bias: ``[C]``, or ``None``.
         inner: ``[R, H, X]``, results of the first product.
-        out: results of the second one, or ``None`` where nobody asks.
+        out: results of the second one, or ``None`` if not requested.
     """
 
     x: Any

@@ -2,7 +2,7 @@
 
 ``rows`` are the query rows of all samples; a sample has ``count`` of them: targets × heads, in this
 order. ``slot_rows`` is how many of them a slot has room for. Pointers are ``None`` where a kernel
-has no use for them.
+does not use them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Constants", "Gradients", "Listing", "Outputs", "Samples", "SlotList"
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; ``None`` where its path has no use for it."""
+    """What a kernel is compiled for; ``None`` where its variant does not use it."""
 
     LAYOUT: int  # of queries: DENSE, SHARED or JAGGED
     H: int  # heads

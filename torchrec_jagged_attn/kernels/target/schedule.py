@@ -143,7 +143,7 @@ def load_queries(ptr, first, r, count, d, D: tl.constexpr):
 def store_outputs(outputs, out, first, r, count, d, D: tl.constexpr):
     """Store ``out`` (fp32) where :func:`load_queries` would load it, and its residual.
 
-    That is None where nobody asks: the output is of fp32, or there is no backward.
+    That is None if not requested: the output is of fp32, or there is no backward.
     """
     store_queries(outputs.out, out, first, r, count, d, D)
     if outputs.residual is not None:

@@ -66,7 +66,7 @@ def _raise_shift(scores, shift, total, acc):
 def forward_kernel(
     query_ptr,  # [rows, D]
     biases,  # arguments.Biases
-    outputs,  # Outputs; ``residual`` is None where nobody asks
+    outputs,  # Outputs; ``residual`` is None if not requested
     sums,  # Sums
     samples,  # Samples
     history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
