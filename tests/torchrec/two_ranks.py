@@ -394,13 +394,16 @@ def train_unsharded(
     ranks: int,
     device: torch.device = CPU,
     steps: Iterable[int] = range(NUM_STEPS),
+    tables_learn: bool = True,
 ) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Losses and logits of each step by rank, of one process with the batches of all ranks."""
     _, unfused, arguments = OPTIMIZERS[optimizer]
     is_weighted = reads_weights(model)
     tables = list(embedding_parameters(model))
     dense = [p for p in model.parameters() if not any(p is table for table in tables)]
-    optimizers = [torch.optim.SGD(dense, lr=LEARNING_RATE), unfused(tables, **arguments)]
+    optimizers = [torch.optim.SGD(dense, lr=LEARNING_RATE)]
+    if tables_learn:
+        optimizers.append(unfused(tables, **arguments))
     results = []
     for step in steps:
         model.zero_grad()
