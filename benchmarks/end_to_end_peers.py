@@ -191,7 +191,7 @@ class Provider:
         attend: a peer's attention in the place of ours, behind the same linear layers.
         din: the activation unit in its place.
         rows_stay: whether :class:`HistoryEmbeddingCollectionSharder` shards the histories' table.
-        single_lookup: of ours.
+        single_ids: whether ours is told that each feature has exactly one id.
         index_dedup: TorchRec's, of lookups that are not pooled: a row is looked up once a batch.
         budget: part of each history that is looked up, its newest events.
         by_request: whether requests have several candidates, see :func:`make_batches`.
@@ -202,7 +202,7 @@ class Provider:
     attend: Callable[..., Tensor] | None = None
     din: bool = False
     rows_stay: bool = True
-    single_lookup: bool = False
+    single_ids: bool = False
     index_dedup: bool = False
     budget: float = 1.0
     by_request: bool = False
@@ -220,13 +220,13 @@ PROVIDERS = {
     "ours-value-projection": Provider("with value_projection=True", {"value_projection": True}),
     "ours-as-peers": Provider("the function of peers: values projected, no bias", AS_PEERS),
     "ours-rows-travel": Provider("by default, sharded as by TorchRec", rows_stay=False),
-    "ours-single-lookup": Provider("with single_lookup=True", single_lookup=True),
+    "ours-single-ids": Provider("with single_id_features: one lookup of all", single_ids=True),
     "ours-index-dedup": Provider("and with TorchRec's use_index_dedup", rows_stay=False,
-                                 single_lookup=True, index_dedup=True),
+                                 single_ids=True, index_dedup=True),
     "ours-newer-half": Provider("without the older half of each history: EventSelection",
                                 budget=0.5),
-    "ours-by-request": Provider("with candidates='jagged' and single_lookup=True",
-                                single_lookup=True, by_request=True),
+    "ours-by-request": Provider("with candidates='jagged' and single_id_features",
+                                single_ids=True, by_request=True),
 }  # fmt: skip
 
 
@@ -250,7 +250,9 @@ def make_collection(
         tables,
         configs,
         device=meta,
-        single_lookup=provider.single_lookup,
+        single_id_features=[table.feature_names[0] for table in tables[:-1]]
+        if provider.single_ids
+        else (),
         candidates="jagged" if provider.by_request else "one",
         candidate_features=candidate_features if provider.by_request else (),
     )

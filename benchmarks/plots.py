@@ -141,7 +141,7 @@ def roofline(figures: Figures, figure: Figure) -> None:
 SHOWN = {
     "sum": GREY,
     "ours": COLOURS[0],
-    "ours-single-lookup": COLOURS[4],
+    "ours-single-ids": COLOURS[4],
     "linear-varlen": COLOURS[1],
     "fbgemm-sll": COLOURS[2],
     "padded": COLOURS[3],

@@ -47,7 +47,7 @@ STEP_PROVIDERS = {
     "ours-value-projection": "ours, values projected",
     "ours-as-peers": "ours, the function of peers",
     "ours-rows-travel": "ours, rows travel",
-    "ours-single-lookup": "ours, one lookup",
+    "ours-single-ids": "ours, single ids",
     "ours-index-dedup": "ours, one lookup of unique ids",
     "ours-newer-half": "ours, the newer half of histories",
     "ours-by-request": "ours, by request, one lookup",

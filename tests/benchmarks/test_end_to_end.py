@@ -282,7 +282,7 @@ def test_losses_are_the_same_where_the_function_is(ranks: int):
 
 
 def test_losses_are_the_same_whatever_the_form_of_batches():
-    of_requests, of_samples = "ours-by-request", "ours-single-lookup"
+    of_requests, of_samples = "ours-by-request", "ours-single-ids"
     losses = train_losses([of_requests, of_samples], candidates=4)
     assert_other_losses(losses[of_samples], train_losses([of_samples])[of_samples])
     assert_same_losses(losses[of_requests], losses[of_samples])
