@@ -67,8 +67,8 @@ benchmark: $(READY)
 	$(BIN)/python benchmarks/run.py
 
 sanitize: $(READY)  # of CUDA's toolkit
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/kernels/mixed_batch.py
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/kernels/mixed_batch.py
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.kernels.mixed_batch
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m tests.kernels.mixed_batch
 
 clean:
 	rm -rf $(VENV) runs site

@@ -57,7 +57,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torchrec.datasets.utils import Batch
 
-sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from end_to_end_cases import SHARDINGS, step_case

@@ -16,15 +16,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.oracles import flash_attention_oracle
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
-)
-from torchrec_jagged_attn.testing import (
-    RoundingErrors,
-    assert_close,
-    flash_attention_oracle,
 )
 
 __all__ = [

@@ -26,7 +26,7 @@ if __name__ == "__main__":  # TorchRec and FBGEMM say much about themselves
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from end_to_end_models import make_pipeline, process_group

@@ -7,13 +7,13 @@
     python benchmarks/run.py --device cpu --quick      # every case, made tiny
 
 For each case of a suite, every provider's output and gradients are first held against an fp64
-oracle by the tolerance rule of ``torchrec_jagged_attn.testing``. One that fails, or cannot run
-here, gets a line that says why, and no figure. Times are medians; the CSV has the 20 % and 80 %
-quantiles beside them. The floor is the time that the inputs and outputs take at the copy bandwidth
-measured in the same run, or that the FLOPs take at PEAK_FLOPS, whichever is longer. Products of
-fp32 are exact unless --tf32 says otherwise, for all providers and for the tolerance. Backward runs
-in a thread of autograd's own, as everywhere, or with --one-thread in the caller's. --host times the
-host alone: of many calls without a wait for the GPU, in both threads, and in one.
+oracle by the tolerance rule of ``tests/tolerance.py``. One that fails, or cannot run here, gets a
+line that says why, and no figure. Times are medians; the CSV has the 20 % and 80 % quantiles beside
+them. The floor is the time that the inputs and outputs take at the copy bandwidth measured in the
+same run, or that the FLOPs take at PEAK_FLOPS, whichever is longer. Products of fp32 are exact
+unless --tf32 says otherwise, for all providers and for the tolerance. Backward runs in a thread of
+autograd's own, as everywhere, or with --one-thread in the caller's. --host times the host alone: of
+many calls without a wait for the GPU, in both threads, and in one.
 """
 
 import argparse
@@ -40,13 +40,15 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
 import suites
 from stamps import stamp
 from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 
-from torchrec_jagged_attn.testing import Case, RoundingErrors, assert_close
+from tests.cases import Case
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 
 QUICK_REPEATS = 2
 MAX_REPEATS = 500  # whose median is steady, also of calls that take microseconds

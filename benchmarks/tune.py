@@ -26,9 +26,9 @@ from run import capture, copy_bandwidth, make_step, select, time_ms
 from suites import target_attention_kernel
 from torch import Tensor
 
+from tests.cases import CASES, Case
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.kernels.target import attention, plan
-from torchrec_jagged_attn.testing import CASES, Case
 
 DEVICE = "cuda"
 DIRECTIONS = ("forward", "backward")

@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 from triton import knobs
 
+from tests.cases import Case
 from tests.kernels import quick_interpreter
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.processes import fork_server, start_method
@@ -20,7 +21,6 @@ from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 from torchrec_jagged_attn.kernels.common import tile_list
 from torchrec_jagged_attn.kernels.target import attention, projections
-from torchrec_jagged_attn.testing import Case
 
 if knobs.runtime.interpret:
     quick_interpreter.install()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.testing.rounding import DEVIATIONS
+from tests.rounding import DEVIATIONS
 
 
 def assert_same_run(

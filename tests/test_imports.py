@@ -17,7 +17,6 @@ BELOW = {  # what the files of a folder may import, beside their own folder and 
     "semantic_ids": {"ops"},
     "events": {"ops", "modules"},
     "kernels": set(),
-    "testing": set(),
 }
 
 
@@ -47,6 +46,15 @@ def imports(path: Path) -> list[tuple[str, str]]:
 
 
 FILES = [path for path in ROOT.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+
+
+def test_what_is_installed_imports_nothing_that_is_not():
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            tops = {module.partition(".")[0] for module in modules}
+            assert not tops & {"benchmarks", "examples", "tests"}, path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.testing import Case
+from tests.cases import Case
 
 MODES = ("forward", "backward", "both")
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from suites import Inputs, UnavailableError
+from tests.cases import offsets_of
 from torchrec_jagged_attn.ops import JaggedLayout
-from torchrec_jagged_attn.testing import offsets_of
 
 Attend = Callable[..., Tensor]
 

@@ -1,6 +1,6 @@
 """Named shapes that suites share."""
 
-from torchrec_jagged_attn.testing import CASES, Case
+from tests.cases import CASES, Case
 
 CPU_CASES = {
     case.name: case

@@ -12,7 +12,7 @@ import torch
 
 from suites import self_attention as base
 from suites._self_attention import PEERS, dense_flash_full, jagged_unfused, ours
-from torchrec_jagged_attn.testing import Case
+from tests.cases import Case
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 SUITE = replace(

@@ -27,7 +27,8 @@ from suites import (
     target_attention_recency,
 )
 from suites._attention import torch_varlen
-from torchrec_jagged_attn.testing import Case, flash_attention_oracle
+from tests.cases import Case
+from tests.oracles import flash_attention_oracle
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

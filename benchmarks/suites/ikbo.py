@@ -31,13 +31,9 @@ from suites._attention import (
     torch_varlen,
 )
 from suites._self_attention import Call, need_cuda, varlen
+from tests.cases import Case, jagged_lengths, offsets_of
+from tests.oracles import flash_attention_oracle
 from torchrec_jagged_attn import jagged_flash_attention
-from torchrec_jagged_attn.testing import (
-    Case,
-    flash_attention_oracle,
-    jagged_lengths,
-    offsets_of,
-)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from suites import Cost, Inputs, Relaid, Suite, UnavailableError
+from tests.cases import Case, jagged_lengths, offsets_of
 from torchrec_jagged_attn.ops import JaggedLayout, select_rows, take_rows
-from torchrec_jagged_attn.testing import Case, jagged_lengths, offsets_of
 
 BF16 = torch.bfloat16
 

@@ -8,11 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from suites import Cost, Inputs, Suite
 from suites._self_attention import PEERS, ours
-from torchrec_jagged_attn.testing import (
-    Case,
-    flash_attention_oracle,
-    make_flash_inputs,
-)
+from tests.cases import Case, make_flash_inputs
+from tests.oracles import flash_attention_oracle
 
 BF16 = torch.bfloat16
 CASES = {

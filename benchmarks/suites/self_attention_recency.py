@@ -17,8 +17,8 @@ from suites import self_attention as base
 from suites._attention import Padding
 from suites._self_attention import PEERS, Call, dense, ours
 from suites.target_attention_recency import NUM_BUCKETS, buckets_of
+from tests.cases import Case
 from torchrec_jagged_attn import jagged_flash_attention
-from torchrec_jagged_attn.testing import Case
 
 TABLE = "relative_bias"
 

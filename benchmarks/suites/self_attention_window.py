@@ -13,8 +13,9 @@ from torch import Tensor
 from suites import Cost, Inputs, Relaid
 from suites import self_attention as base
 from suites._self_attention import Call, dense
+from tests.cases import Case
+from tests.oracles import flash_attention_oracle
 from torchrec_jagged_attn import jagged_flash_attention
-from torchrec_jagged_attn.testing import Case, flash_attention_oracle
 
 
 @dataclass(frozen=True)

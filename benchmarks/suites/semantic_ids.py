@@ -15,14 +15,10 @@ from torch import Tensor
 from suites import Cost, Inputs, Relaid, Suite
 from suites import target_attention_kernel as base
 from suites._attention import padded_sdpa
+from tests.cases import Case, jagged_lengths, offsets_of
+from tests.oracles import target_attention_oracle
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.semantic_ids import PackedCodes, jagged_target_attention_over_codes
-from torchrec_jagged_attn.testing import (
-    Case,
-    jagged_lengths,
-    offsets_of,
-    target_attention_oracle,
-)
 
 IDS = PackedCodes(num_codes=25)
 BF16 = torch.bfloat16

@@ -14,7 +14,7 @@ import torch
 from suites import Inputs
 from suites import target_attention as base
 from suites._attention import UNEVEN_PEERS
-from torchrec_jagged_attn.testing import Case
+from tests.cases import Case
 
 # Histories from few rows to all; candidates 1/3 to 3 times as many as those of another user.
 CASES = {

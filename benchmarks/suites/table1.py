@@ -15,7 +15,7 @@ from torch import Tensor
 
 import torchrec_jagged_attn
 from suites import Cost, Inputs, Relaid, Suite, UnavailableError
-from torchrec_jagged_attn.testing import Case, jagged_lengths, offsets_of
+from tests.cases import Case, jagged_lengths, offsets_of
 
 SIZES = {  # of each shape: B, L, D, T and dtype
     "paper": (1024, 200, 256, 8, torch.float32),

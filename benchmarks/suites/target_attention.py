@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from suites import Cost, Inputs, Suite, UnavailableError
 from suites._attention import PEERS, Attend, bias_as_column
 from suites._cases import TRAINING_CASES
-from torchrec_jagged_attn.testing import (
-    Case,
-    flash_attention_oracle,
-    make_target_inputs,
-)
+from tests.cases import Case, make_target_inputs
+from tests.oracles import flash_attention_oracle
 
 POSITION_WEIGHT = "recency_bias.position_weight"
 

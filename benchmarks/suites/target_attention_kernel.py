@@ -13,12 +13,9 @@ from torch import Tensor
 from suites import Cost, Inputs, Suite
 from suites._attention import PEERS, Attend
 from suites._cases import TRAINING_CASES
+from tests.cases import Case, make_target_inputs
+from tests.oracles import target_attention_oracle
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.testing import (
-    Case,
-    make_target_inputs,
-    target_attention_oracle,
-)
 
 
 def make_inputs(case: Case, device: str) -> Inputs:

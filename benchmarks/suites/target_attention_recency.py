@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from suites import Inputs
 from suites import target_attention as base
 from suites._attention import PEERS, Attend
+from tests.cases import Case
+from tests.oracles import flash_attention_oracle
 from torchrec_jagged_attn.ops import JaggedLayout
-from torchrec_jagged_attn.testing import Case, flash_attention_oracle
 
 NUM_BUCKETS = 64  # of JaggedTargetAttention: four per octave
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from suites import Cost, Inputs, Relaid, Suite, _attention
 from suites import target_attention_kernel as base
 from suites._cases import TRAINING_CASES
+from tests.cases import Case
+from tests.oracles import target_attention_oracle
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.testing import Case, target_attention_oracle
 
 PLACES_OF_A_ROW = (1, 4, 16, 64)
 NAMES = ("rank-1k", "rank-2k", "rank-200", "rank-1k-fp32", "cpu-skewed")

@@ -15,7 +15,8 @@ from suites import Inputs, UnavailableError
 from suites import target_attention_kernel as base
 from suites._attention import Attend, Padding
 from suites._cases import TRAINING_CASES
-from torchrec_jagged_attn.testing import Case, target_attention_oracle
+from tests.cases import Case
+from tests.oracles import target_attention_oracle
 
 SCORES = ("silu", "sigmoid", "softmax")
 

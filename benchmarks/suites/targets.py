@@ -20,7 +20,7 @@ from suites import Inputs
 from suites import target_attention as base
 from suites._attention import expanded_flash_attention_3
 from suites.serving import uneven
-from torchrec_jagged_attn.testing import Case
+from tests.cases import Case
 
 LARGE = Case("targets", 512, 2048, 4, 128, 1, "log-normal", torch.bfloat16, large=True)
 LARGE_FP32 = replace(LARGE, name="targets-fp32", dtype=torch.float32)

@@ -35,9 +35,10 @@ from suites import (
     targets,
 )
 
+from tests.cases import jagged_lengths
+from tests.oracles import flash_attention_oracle
 from tests.processes import run_code
 from torchrec_jagged_attn.semantic_ids import packed_codes
-from torchrec_jagged_attn.testing import flash_attention_oracle, jagged_lengths
 
 SUITES = run.load_suites()
 TRAINING = ["target_attention", "target_attention_kernel", "target_attention_recency"]
@@ -509,11 +510,6 @@ def test_skewed_lengths_fill_three_twentieths(case):
     assert lengths.float().mean() / case.max_length == pytest.approx(0.15, abs=0.002)
 
 
-def test_lengths_with_a_giant():
-    lengths = jagged_lengths(100, 2000, "giant", torch.Generator())
-    assert lengths.sort().values.tolist() == [20] * 99 + [2000]
-
-
 def test_tf32_is_said_in_the_figures(tf32, tmp_path):
     argv = ["target_attention_kernel", "--cases", "rank-1k-fp32", "--modes", "forward"]
     for options, precision, said in ([[], "highest", "fp32"], [["--tf32"], "high", "tf32"]):
@@ -611,7 +607,7 @@ import torch
 import tune
 from tests.kernels import quick_interpreter
 from torchrec_jagged_attn.kernels.common.launch import Launcher
-from torchrec_jagged_attn.testing import CASES, Case
+from tests.cases import CASES, Case
 
 CASES["tiny"] = Case("tiny", 2, 20, 1, 16, lengths=1.0)
 pool = contextlib.nullcontext(SimpleNamespace(map=lambda f, jobs, chunksize: [*map(f, jobs)]))

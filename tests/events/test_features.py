@@ -7,10 +7,11 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.events.test_layout import INNER, LENGTHS, make_events
+from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
+from tests.tolerance import assert_close
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.events import EventBasedFeature, Events, TimeEncoding
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 
 def make_tables():

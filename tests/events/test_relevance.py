@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.fixtures import sync_debug_mode
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 from torchrec_jagged_attn.events import Relevance, boost_weights, rank_attributes, segment_sessions
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 PLANTED = torch.tensor([[-4.0, 1.0], [-2.0, 0.0], [-1.0, 0.5]])  # a and b of each surface
 

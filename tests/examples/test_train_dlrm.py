@@ -52,8 +52,9 @@ from tests.processes import (
     started_script,
     variables_of_ranks,
 )
+from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close
+from tests.tolerance import assert_close
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 

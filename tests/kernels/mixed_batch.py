@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from tests.cases import offsets_of
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
 from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.kernels.target import head_products
@@ -18,7 +19,6 @@ from torchrec_jagged_attn.kernels.target.projections import (
 )
 from torchrec_jagged_attn.kernels.target.records import Listing, SlotList
 from torchrec_jagged_attn.ops import jagged_jagged_bmm_jagged_out
-from torchrec_jagged_attn.testing import offsets_of
 
 LENGTHS = torch.tensor([700, 0, 3, 33, 64, 1, 257, 20, 129])
 DTYPES = (torch.bfloat16, torch.float32)

@@ -12,12 +12,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from tests.fixtures import sync_debug_mode
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 from torchrec_jagged_attn import (
     EncoderConfig,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 Batch = dict[str, list[list[int]]]  # the ids of each sample, by key
 

@@ -6,9 +6,9 @@ from torch import nn
 from torch.func import functional_call
 from torchrec import JaggedTensor
 
+from tests.cases import offsets_of
 from tests.combinations import each_pair
 from torchrec_jagged_attn import JaggedTargetAttention
-from torchrec_jagged_attn.testing import offsets_of
 
 CPU = torch.device("cpu")
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec import JaggedTensor
 
+from tests.cases import Case
 from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.modules.target_attention_inputs import (
@@ -17,8 +18,9 @@ from tests.modules.target_attention_inputs import (
     make_inputs,
     make_module,
 )
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 from torchrec_jagged_attn import JaggedTargetAttention
-from torchrec_jagged_attn.testing import Case, RoundingErrors, assert_close
 
 
 def with_parameters(name, inputs, **options):

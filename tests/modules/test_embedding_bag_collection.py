@@ -36,6 +36,8 @@ from tests.modules.collection_scenarios import (
     table_weights,
     to_features,
 )
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 from torchrec_jagged_attn import (
     EncoderConfig,
     TargetAttentionConfig,
@@ -44,7 +46,6 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.modules import pooling
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 SCENARIOS |= {
     f"{name}-single-lookup": dataclasses.replace(SCENARIOS[name], single_lookup=True)

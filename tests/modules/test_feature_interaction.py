@@ -7,14 +7,10 @@ import torch
 import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.cases import Case, offsets_of
 from tests.fixtures import skip_unless_supported
+from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import JaggedFeatureInteraction
-from torchrec_jagged_attn.testing import (
-    Case,
-    assert_matches_oracle,
-    offsets_of,
-    outputs_and_gradients,
-)
 
 CPU = torch.device("cpu")
 LENGTHS = [3, 0, 65, 1, 300, 0]

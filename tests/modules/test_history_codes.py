@@ -19,6 +19,8 @@ from tests.modules.target_attention_inputs import (
     make_inputs,
 )
 from tests.ops.test_scores import attend_by_formula
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close, assert_matches_oracle
 from torchrec_jagged_attn import (
     EncoderConfig,
     JaggedTargetAttention,
@@ -27,7 +29,6 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.semantic_ids import DiscretePCA, PackedCodes
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close, assert_matches_oracle
 
 CPU = torch.device("cpu")
 LENGTHS = [40, 0, 3, 1, 20]

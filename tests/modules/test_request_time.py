@@ -9,9 +9,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs, make_module
 from tests.runs import assert_same_run
+from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.semantic_ids import PackedCodes
-from torchrec_jagged_attn.testing import assert_matches_oracle
 
 LENGTHS = [5, 0, 40, 1]
 REQUESTS = [600, 7, 10**12, -4]  # in the middle of a history, of none, long after one, before one

@@ -26,6 +26,7 @@ from tests.modules.collection_scenarios import (
     to_features,
 )
 from tests.runs import assert_same_run
+from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -34,7 +35,6 @@ from torchrec_jagged_attn import (
     repeat_per_candidate,
 )
 from torchrec_jagged_attn.modules.config import keys_of_candidates
-from torchrec_jagged_attn.testing import assert_matches_oracle
 
 # Those beside the targets, of some scenarios; of a table of a target, of bags, and of several.
 CANDIDATE_FEATURES = {

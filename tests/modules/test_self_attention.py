@@ -8,10 +8,11 @@ from torch import nn
 from torch.func import functional_call
 from torchrec import JaggedTensor
 
+from tests.cases import Case, offsets_of
 from tests.fixtures import skip_unless_supported
 from tests.runs import assert_same_run
+from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention, JaggedTargetAttention
-from torchrec_jagged_attn.testing import Case, assert_matches_oracle, offsets_of
 
 LENGTHS = torch.tensor([3, 0, 17, 1, 70])
 

@@ -10,6 +10,7 @@ from torch.func import functional_call
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
+from tests.cases import CASES, jagged_lengths
 from tests.combinations import each_pair
 from tests.fixtures import PATHS, skip_unless_supported
 from tests.modules.target_attention_inputs import (
@@ -25,18 +26,12 @@ from tests.modules.target_attention_inputs import (
     projected,
     zeros,
 )
+from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
+from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.ops import flash_attention, target_attention
-from torchrec_jagged_attn.testing import (
-    CASES,
-    RoundingErrors,
-    assert_close,
-    assert_matches_oracle,
-    jagged_lengths,
-    outputs_and_gradients,
-)
 
 SMALL_CASES = [name for name, case in CASES.items() if not case.large]
 

@@ -21,8 +21,8 @@ from tests.modules.target_attention_inputs import (
     make_module,
 )
 from tests.runs import assert_same_run
+from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import JaggedTargetAttention
-from torchrec_jagged_attn.testing import assert_matches_oracle, outputs_and_gradients
 
 CPU = torch.device("cpu")
 LENGTHS = [70, 0, 3, 33, 1]

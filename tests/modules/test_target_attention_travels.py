@@ -19,6 +19,8 @@ from tests.modules.target_attention_inputs import (
     make_module,
     projected,
 )
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
     TargetAttentionConfig,
@@ -27,7 +29,6 @@ from torchrec_jagged_attn import (
 from torchrec_jagged_attn.arguments import MultiHeadArguments
 from torchrec_jagged_attn.ops import flash_attention
 from torchrec_jagged_attn.ops.multi_head_target_attention import is_materialized
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 
 class OfTensors(nn.Module):

@@ -16,6 +16,8 @@ from tests.modules.test_self_attention import run
 from tests.ops.test_flash_attention import with_relative_bias
 from tests.ops.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
 from tests.ops.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
+from tests.oracles import flash_attention_oracle, target_attention_oracle
+from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
     EncoderConfig,
     HistoryEncoderLayer,
@@ -28,11 +30,6 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.cpu.dropout import are_among, dropped_rows, weight_factors
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
-from torchrec_jagged_attn.testing import (
-    assert_matches_oracle,
-    flash_attention_oracle,
-    target_attention_oracle,
-)
 
 P = 0.4
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
+from tests.cases import CASES, Case, make_flash_inputs, offsets_of
 from tests.combinations import each_pair, each_pair_if_interpreted
 from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
 from tests.ops.test_target_attention import (
@@ -17,19 +18,11 @@ from tests.ops.test_target_attention import (
     inputs_of_ages,
     inputs_of_far_times,
 )
+from tests.oracles import flash_attention_oracle
+from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
+from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import devices, jagged_flash_attention
-from torchrec_jagged_attn.testing import (
-    CASES,
-    Case,
-    RoundingErrors,
-    assert_close,
-    assert_matches_oracle,
-    flash_attention_oracle,
-    make_flash_inputs,
-    offsets_of,
-    outputs_and_gradients,
-)
 
 CPU = torch.device("cpu")
 

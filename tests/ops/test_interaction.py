@@ -9,18 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
+from tests.cases import Case, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import ops
 from torchrec_jagged_attn.devices import implementation
-from torchrec_jagged_attn.testing import (
-    Case,
-    RoundingErrors,
-    assert_close,
-    assert_matches_oracle,
-    offsets_of,
-    outputs_and_gradients,
-)
 
 CPU = torch.device("cpu")
 

@@ -6,13 +6,14 @@ import itertools
 import pytest
 import torch
 
+from tests.cases import Case, offsets_of
 from tests.fixtures import skip_unless_supported
 from tests.ops.test_target_attention import arguments_of, draw_prior_weights, inputs_of
+from tests.oracles import ScoreBiases, recency_bias_oracle
+from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.ops.target_attention import call_target_attention
 from torchrec_jagged_attn.ops.target_attention import target_attention_with_lse as attend_with_lse
-from torchrec_jagged_attn.testing import Case, assert_matches_oracle, offsets_of
-from torchrec_jagged_attn.testing.oracles import ScoreBiases, recency_bias_oracle
 
 CPU = torch.device("cpu")
 SCALE = 0.25

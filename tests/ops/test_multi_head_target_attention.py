@@ -5,10 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torchrec import JaggedTensor
 
+from tests.cases import offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import PATHS, sync_debug_mode
 from tests.modules.target_attention_inputs import CPU, example, make_module, projected
-from torchrec_jagged_attn.testing import offsets_of
 
 OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
 

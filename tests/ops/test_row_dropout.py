@@ -7,6 +7,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from tests.cases import offsets_of
 from tests.combinations import each_pair
 from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs, make_module
 from tests.modules.test_self_attention import (
@@ -18,6 +19,8 @@ from tests.modules.test_self_attention import (
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
 from tests.ops.test_flash_attention import with_relative_bias
 from tests.ops.test_target_attention import LENGTHS, inputs_of_layout
+from tests.oracles import flash_attention_oracle, target_attention_oracle
+from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
     EncoderConfig,
     HistoryEncoderLayer,
@@ -30,12 +33,6 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.cpu.dropout import dropped_rows
 from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
-from torchrec_jagged_attn.testing import (
-    assert_matches_oracle,
-    flash_attention_oracle,
-    offsets_of,
-    target_attention_oracle,
-)
 
 
 def splitmix64(seed: int, counter: int) -> int:

@@ -8,11 +8,9 @@ import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.ops.test_target_attention import inputs_of, inputs_of_layout
+from tests.oracles import target_attention_oracle
+from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
-from torchrec_jagged_attn.testing import (
-    assert_matches_oracle,
-    target_attention_oracle,
-)
 
 FUNCTIONS = jagged_target_attention, target_attention_oracle
 

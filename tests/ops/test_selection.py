@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
+from tests.cases import jagged_lengths, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, sync_debug_mode
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.ops import selection
 from torchrec_jagged_attn.ops.selection import select_rows, take_rows
-from torchrec_jagged_attn.testing import jagged_lengths, offsets_of
 
 CPU = torch.device("cpu")
 LENGTHS = {

@@ -10,23 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
+from tests.cases import CASES, Case, jagged_lengths, make_target_inputs, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
+from tests.oracles import target_attention_oracle
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.arguments import TargetArguments
 from torchrec_jagged_attn.devices import implementation
-from torchrec_jagged_attn.testing import (
-    CASES,
-    Case,
-    RoundingErrors,
-    assert_close,
-    assert_matches_oracle,
-    jagged_lengths,
-    make_target_inputs,
-    offsets_of,
-    outputs_and_gradients,
-    target_attention_oracle,
-)
 
 CPU = torch.device("cpu")
 

@@ -6,18 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.cases import offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck
 from tests.ops.test_target_attention import arguments_of
+from tests.oracles import target_attention_oracle
+from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.semantic_ids import PackedCodes
-from torchrec_jagged_attn.testing import (
-    assert_matches_oracle,
-    offsets_of,
-    outputs_and_gradients,
-    target_attention_oracle,
-)
 
 CPU = torch.device("cpu")
 LENGTHS = [70, 0, 3, 1200, 1]

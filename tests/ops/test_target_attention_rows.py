@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
+from tests.cases import Case, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_dropout import assert_weights_are_dropped
@@ -17,14 +18,9 @@ from tests.ops.test_target_attention import (
     draw_prior_weights,
     inputs_of,
 )
+from tests.oracles import target_attention_oracle
+from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.testing import (
-    Case,
-    assert_matches_oracle,
-    offsets_of,
-    outputs_and_gradients,
-    target_attention_oracle,
-)
 
 CPU = torch.device("cpu")
 LENGTHS = [300, 0, 3, 64, 1]

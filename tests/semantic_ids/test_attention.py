@@ -6,18 +6,16 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.cases import offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import sync_debug_mode
+from tests.oracles import target_attention_oracle
+from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.semantic_ids import (
     DiscretePCA,
     PackedCodes,
     jagged_target_attention_over_codes,
-)
-from torchrec_jagged_attn.testing import (
-    assert_matches_oracle,
-    offsets_of,
-    target_attention_oracle,
 )
 
 LENGTHS = [30, 0, 3, 64, 1]

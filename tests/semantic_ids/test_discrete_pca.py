@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 from torchrec_jagged_attn.semantic_ids import DiscretePCA, discrete_pca
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 STATISTICS = ["mean", "basis"]
 

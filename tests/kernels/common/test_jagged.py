@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.cases import offsets_of
 from torchrec_jagged_attn.kernels.common.jagged import find_tile
-from torchrec_jagged_attn.testing import offsets_of
 
 
 @triton.jit(do_not_specialize=["num_samples"])  # as the kernels that find tiles

@@ -5,8 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 from torchrec_jagged_attn.kernels.common.matmul import product
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 
 @triton.jit

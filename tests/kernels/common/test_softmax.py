@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close
 from torchrec_jagged_attn.kernels.common.softmax import mean_grad
-from torchrec_jagged_attn.testing import RoundingErrors, assert_close
 
 
 @triton.jit

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.cases import offsets_of
 from torchrec_jagged_attn.kernels.common import tile_list
 from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
-from torchrec_jagged_attn.testing import offsets_of
 
 
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tests.cases import offsets_of
 from tests.ops.test_selection import draw_scores, expected_rows
 from torchrec_jagged_attn.arguments import ScoredRows
 from torchrec_jagged_attn.kernels.selection import rows as kernels
-from torchrec_jagged_attn.testing import offsets_of
 
 
 def select(rows, num_segments, limit, capacity):

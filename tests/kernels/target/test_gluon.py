@@ -30,12 +30,9 @@ from tests.ops.test_target_attention_codes import (
 )
 from tests.ops.test_target_attention_rows import FUNCTIONS as OVER_ROWS
 from tests.ops.test_target_attention_rows import by_index
+from tests.oracles import target_attention_oracle
+from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.testing import (
-    assert_matches_oracle,
-    outputs_and_gradients,
-    target_attention_oracle,
-)
 
 pytestmark = pytest.mark.interpreter  # and Triton's kernels around them
 

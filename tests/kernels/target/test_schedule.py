@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.cases import offsets_of
 from torchrec_jagged_attn.kernels.target.records import SlotList
 from torchrec_jagged_attn.kernels.target.schedule import list_slots_kernel
-from torchrec_jagged_attn.testing import offsets_of
 
 CHUNK = 16
 BLOCK_B = 4  # fewer than there are samples, so that several programs list them

@@ -36,8 +36,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DEVIATIONS", "RoundingErrors"]
-
 DEVIATIONS = 6.0
 """``λ``: an element exceeds its bound with a probability below 1e-7 whatever the distribution of
 ``δ``, and below 1e-24 for the uniform one.
@@ -54,13 +52,6 @@ class RoundingErrors(TorchDispatchMode):
 
     Raises:
         NotImplementedError: in the context, an operator has no rule.
-
-    Example:
-        >>> x = torch.tensor([0.5, 3.0], dtype=torch.float64)
-        >>> with RoundingErrors(torch.bfloat16) as errors:
-        ...     y = x.exp()
-        >>> errors.bound(y, torch.float32) / y
-        tensor([0.0234, 0.0234], dtype=torch.float64)
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -7,15 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cases import Case, make_flash_inputs, make_target_inputs
+from tests.oracles import flash_attention_oracle, target_attention_oracle
 from tests.runs import assert_same_run
-from torchrec_jagged_attn.testing import (
-    Case,
-    flash_attention_oracle,
-    make_flash_inputs,
-    make_target_inputs,
-    outputs_and_gradients,
-    target_attention_oracle,
-)
+from tests.tolerance import outputs_and_gradients
 
 aten = torch.ops.aten
 WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default)

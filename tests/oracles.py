@@ -12,13 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "ScoreBiases",
-    "flash_attention_oracle",
-    "recency_bias_oracle",
-    "target_attention_oracle",
-]
-
 
 class ScoreBiases(NamedTuple):
     """What is added to the scores of ``N`` rows. Oracles take it by keywords, as the ops do.

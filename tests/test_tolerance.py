@@ -6,13 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.rounding import RoundingErrors
+from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_flash_attention
-from torchrec_jagged_attn.testing import (
-    RoundingErrors,
-    assert_close,
-    assert_matches_oracle,
-    outputs_and_gradients,
-)
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str

@@ -10,17 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "CASES",
-    "Case",
-    "jagged_lengths",
-    "make_flash_inputs",
-    "make_target_inputs",
-    "offsets_of",
-]
-
-
-Distribution = Literal["uniform", "log-normal", "skewed", "giant", "edges"] | float
+Distribution = Literal["uniform", "log-normal", "skewed", "edges"] | float
 
 
 @dataclass(frozen=True)
@@ -86,11 +76,10 @@ def jagged_lengths(
 
     ``"uniform"``: 1…max_length. ``"log-normal"``: σ = 1 with a mean of about ``max_length / 8``,
     clipped to 1…max_length. ``"skewed"``: the quantiles of such a one whose clipped mean is 0.15 of
-    ``max_length``, in a random order. ``"giant"``: one of ``max_length`` among ones of 20.
-    ``"edges"``: empties at both ends and in a row, ones, one giant among small ones, and one row
-    around the multiples of 16, in a random order between the ends. A number in (0, 1] is the mean
-    as a part of ``max_length``, which one sample has: all are alike at 1.0, evenly spread at 0.5,
-    and below that the more skewed the smaller it is.
+    ``max_length``, in a random order. ``"edges"``: empties at both ends and in a row, ones, one
+    giant among small ones, and one row around the multiples of 16, in a random order between the
+    ends. A number in (0, 1] is the mean as a part of ``max_length``, which one sample has: all are
+    alike at 1.0, evenly spread at 0.5, and below that the more skewed the smaller it is.
     """
     if isinstance(distribution, float):
         parts = torch.arange(1, batch_size + 1, dtype=torch.float64) / batch_size
@@ -107,10 +96,6 @@ def jagged_lengths(
         drawn = torch.exp(torch.special.ndtri(parts) + math.log(max_length / 6.5) - 0.5)
         drawn = drawn.round().long().clamp(1, max_length)
         return drawn[torch.randperm(batch_size, generator=generator)]
-    if distribution == "giant":
-        lengths = torch.full((batch_size,), min(20, max_length))
-        lengths[batch_size // 2 : batch_size // 2 + 1] = max_length
-        return lengths
     hard = torch.tensor([max_length, 1, 16, 15, 17, 0, 0, 31, 33, 64, 63, 65]).clamp(max=max_length)
     inner = hard[torch.arange(max(batch_size - 2, 0)) % hard.numel()]
     inner = inner[torch.randperm(inner.numel(), generator=generator)]
@@ -124,10 +109,10 @@ def offsets_of(lengths: Tensor, dtype: torch.dtype, device: torch.device | str) 
 
 
 def make_target_inputs(
-    case: Case, device: torch.device | str, *, bias: bool = True, seed: int = 0
+    case: Case, device: torch.device | str, *, bias: bool = True
 ) -> dict[str, Tensor]:
     """Random ``query`` ``[B, T, H, D]``, ``history``, ``offsets`` and ``bias`` of ``case``."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
     num_rows = int(lengths.sum())
 
@@ -152,13 +137,12 @@ def make_flash_inputs(
     kv_heads: int | None = None,
     value_width: int | None = None,
     bias: bool = False,
-    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Random ``q``, ``k``, ``v`` and their offsets of ``case``, and ``bias`` if asked for.
 
     ``cross`` draws other lengths for the keys (given as ``kv_offsets``) than for the queries.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
     kv_lengths = lengths.flip(0).roll(1) if cross else lengths
     kv_heads = case.num_heads if kv_heads is None else kv_heads
