@@ -25,6 +25,7 @@ __all__ = [
     "TargetArguments",
     "TargetGradients",
     "TargetOutputs",
+    "TargetOutputsWithLse",
 ]
 
 
@@ -153,6 +154,17 @@ class TargetOutputs(NamedTuple):
     """
 
     out: Tensor
+    residual: Tensor
+    stats: Tensor
+
+
+class TargetOutputsWithLse(NamedTuple):
+    """What ``target_attention_with_lse`` returns: :class:`TargetOutputs`, and ``lse``, of each row
+    of ``out`` the logarithm of the sum of e to its scores; ``-inf`` where it sees nothing.
+    """
+
+    out: Tensor
+    lse: Tensor
     residual: Tensor
     stats: Tensor
 

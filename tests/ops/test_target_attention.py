@@ -689,12 +689,13 @@ def arguments_of_op(inputs, *, jagged=False, **others):
 @pytest.mark.parametrize(
     ("jagged", "prior"), [(False, True), (True, False)], ids=["dense-prior", "jagged-bias"]
 )
-def test_opcheck(device, jagged, prior):
+@pytest.mark.parametrize("name", ["target_attention", "target_attention_with_lse"])
+def test_opcheck(device, name, jagged, prior):
     inputs = inputs_of([3, 0, 5], device, num_targets=2)
     bias = draw_prior_weights([3, 0, 5], device) if prior else inputs["bias"]
     inputs["history"].requires_grad_()
     arguments = arguments_of_op(inputs, jagged=jagged, bias=bias.requires_grad_())
-    opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
+    opcheck(getattr(torch.ops.torchrec_jagged_attn, name).default, arguments)
 
 
 @pytest.mark.reference  # kernels compute no fp64

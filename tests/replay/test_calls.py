@@ -350,6 +350,19 @@ def of_placed_target(lengths, device):
     return attend, leaves, rest
 
 
+def with_lse(lengths, device):
+    """Outputs and log-sum-exps side by side: their gradients are views."""
+    _, leaves, rest = of_placed_target(lengths, device)
+    leaves["bias"] = draw(sum(lengths), device=device, seed=4)
+
+    def attend(**inputs):
+        arguments = arguments_of(inputs, for_backward=torch.is_grad_enabled())
+        out, lse = target_attention.target_attention_with_lse(arguments)
+        return torch.cat([out, lse.unsqueeze(-1)], -1)
+
+    return attend, leaves, rest
+
+
 def of_sigmoid_module(lengths, device):
     return of_module(lengths, device, score="sigmoid")
 
@@ -432,7 +445,7 @@ KINDS = {
         of_weighted_target, of_weighted_module, of_weighted_materialized_module,
         of_dropped_target, of_dropped_module, of_dropped_weights_target,
         of_dropped_weights_module, of_dropped_weights_materialized_module,
-        of_silu_target, of_placed_target, of_sigmoid_module,
+        of_silu_target, of_placed_target, with_lse, of_sigmoid_module,
         of_module_of_rows, of_jagged_module_of_rows, of_materialized_module_of_rows,
         of_materialized_jagged_module_of_rows, of_module_by_index,
         of_jagged_module_of_rows_by_index, of_materialized_module_by_index, of_taken_rows,
@@ -791,9 +804,10 @@ def test_not_all_need_a_gradient(needs, device, monkeypatch):
     assert_replayed(of_target, LENGTHS[0], device, monkeypatch, needs=needs)
 
 
+@pytest.mark.parametrize("kind", [of_target, with_lse])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_no_gradient(mode, device, monkeypatch):
-    attend, leaves, rest = of_target(LENGTHS[0], device)
+def test_no_gradient(mode, kind, device, monkeypatch):
+    attend, leaves, rest = kind(LENGTHS[0], device)
     expected = attend(**leaves, **rest)
     with mode(), must_replay(monkeypatch):
         out = attend(**leaves, **rest)
@@ -801,7 +815,22 @@ def test_no_gradient(mode, device, monkeypatch):
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [of_target, of_transposed, of_rows])
+@pytest.mark.parametrize("of_out", [True, False])
+def test_gradient_of_one_output_alone(of_out, device, monkeypatch):
+    """That of the other is zeros."""
+    attend, leaves, rest = with_lse(LENGTHS[0], device)
+
+    def attend_to_one(**inputs):
+        joined = attend(**inputs)
+        return joined[..., :-1] if of_out else joined[..., -1]
+
+    def kind(*_):
+        return attend_to_one, leaves, rest
+
+    assert_replayed(kind, LENGTHS[0], device, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", [of_target, with_lse, of_transposed, of_rows])
 def test_second_derivatives_are_refused(kind, device):
     attend, leaves, rest = kind(LENGTHS[0], device)
     out = attend(**leaves, **rest).sum()

@@ -47,12 +47,13 @@ def register_op(
     outputs: type[Outputs],
     forward: Callable[[Arguments], Outputs],
     fake: Callable[[Arguments], Outputs],
-    backward: Callable[[Tensor, Arguments, Outputs, Arguments], NamedTuple],
+    backward: Callable[..., NamedTuple],
     non_differentiable: tuple[str, ...] = (),
     axes: dict[str, int] | None = None,
     unsaved: tuple[str, ...] = (),
-    fake_backward: Callable[[Tensor, Arguments, Outputs], NamedTuple] | None = None,
+    fake_backward: Callable[..., NamedTuple] | None = None,
     passes_gradient: bool = False,
+    num_differentiable: int = 1,
     lengths: tuple[str, ...] = (),
     check: Callable[..., object] | None = None,
     flops: Callable[[Arguments, Arguments | None], int] | None = None,
@@ -67,23 +68,25 @@ def register_op(
         name: of the op.
         arguments: the record of the op's arguments, whose fields are the schema. Tensors come
             before all others.
-        outputs: the record of what the op returns, tensors alone. Only the first has a gradient. A
-            single one is returned as it is: what traces shapes takes a tuple of one for constant.
+        outputs: the record of what the op returns, tensors alone. A single one is returned as it
+            is: what traces shapes takes a tuple of one for constant.
         forward: from arguments to outputs.
         fake: ``forward`` on tensors without data.
-        backward: ``(grad_out, arguments, outputs, needs)`` to a record of gradients by the names of
-            the arguments, in their shapes and dtypes. ``needs`` has a bool for each argument:
-            whether its gradient is asked for.
+        backward: ``(*grads, arguments, outputs, needs)`` to a record of gradients by the names of
+            the arguments, in their shapes and dtypes. ``grads`` are those of the outputs that have
+            one, and ``needs`` has a bool for each argument: whether its gradient is asked for.
         non_differentiable: names of tensors among the arguments that may be floating-point, and of
             which the output is piecewise constant: they have no gradient, even if they require one.
         axes: of arguments and outputs, along which axis their length differs from call to call; by
             default along the first one of all.
         unsaved: names of arguments and outputs that ``backward`` does not read, and gets ``None``
             for.
-        fake_backward: ``(grad_out, arguments, outputs)`` to a record of all gradients without data,
+        fake_backward: ``(*grads, arguments, outputs)`` to a record of all gradients without data,
             where they are not those of the arguments that are saved.
         passes_gradient: whether the gradient of the first argument is that of the output, and not
             made by ``backward``.
+        num_differentiable: how many of the outputs have a gradient, the first ones. Where there are
+            several, the gradient of an output that is not used is zeros.
         lengths: names of the integers that differ from call to call, which follow the tensors.
         check: of the arguments, raises if they do not fit; made by the caller that is returned, not
             by the op itself.
@@ -92,7 +95,7 @@ def register_op(
 
     Returns:
         The op, a function of the arguments one by one; and what calls it at little cost to the
-        host, for its first output alone.
+        host, for the outputs that have a gradient alone.
     """
     num_arguments, is_single = len(arguments._fields), len(outputs._fields) == 1
 
@@ -105,22 +108,24 @@ def register_op(
     def fake_forward(*fields: Any) -> Any:
         return returned(fake(arguments(*fields)))
 
-    def gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
-        grads = backward(
-            grad_out,
-            arguments(*fields[:num_arguments]),
-            outputs(*fields[num_arguments:]),
-            arguments(*needs_grad),
-        )
-        asked = zip(arguments._fields, needs_grad, strict=True)
+    def records_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``backward`` takes, of what its op is given."""
+        grads, (needs_grad, *fields) = given[:num_differentiable], given[num_differentiable:]
+        of_outputs = outputs(*fields[num_arguments:])
+        return *grads, arguments(*fields[:num_arguments]), of_outputs, arguments(*needs_grad)
+
+    def gradients(*given: Any) -> list[Tensor]:
+        *_, needs = records = records_of(given)
+        grads = backward(*records)
+        asked = zip(arguments._fields, needs, strict=True)
         found = [getattr(grads, name) for name, need in asked if need]
         return [grad for grad in found if grad is not None]
 
-    def fake_gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
-        like: Any = arguments(*fields[:num_arguments])
+    def fake_gradients(*given: Any) -> list[Tensor]:
+        *grads, like, of_outputs, needs = records_of(given)
         if fake_backward is not None:
-            like = fake_backward(grad_out, like, outputs(*fields[num_arguments:]))
-        asked = zip(arguments._fields, needs_grad, strict=True)
+            like = fake_backward(*grads, like, of_outputs)
+        asked = zip(arguments._fields, needs, strict=True)
         found = [getattr(like, name) for name, need in asked if need]
         return [x.new_empty(x.shape) for x in found]
 
@@ -139,7 +144,8 @@ def register_op(
     returns: Any = Tensor if is_single else tuple[tuple(of_outputs.values())]
     op, run, library = _define(name, run_forward, fake_forward, _schema(of_arguments, returns))
     of_saved = of_arguments | of_outputs | dict.fromkeys(unsaved, Tensor | None)
-    of_backward = {"grad_out": Tensor, "needs_grad": Sequence[bool], **of_saved}
+    of_grads = {f"grad_{x}": Tensor for x in ("out", *outputs._fields[1:num_differentiable])}
+    of_backward = of_grads | {"needs_grad": Sequence[bool]} | of_saved
     backward_op, run_backward, backward_library = _define(
         f"{name}_backward", gradients, fake_gradients, _schema(of_backward, list[Tensor])
     )
@@ -149,17 +155,15 @@ def register_op(
         count_flops(op, lambda *fields, out_val: flops(arguments(*fields), None))
         count_flops(
             backward_op,
-            lambda _, needs_grad, *fields, out_val: flops(
-                arguments(*fields[:num_arguments]), arguments(*needs_grad)
-            ),
+            lambda *given, out_val: flops(*records_of(given)[num_differentiable::2]),
         )
     saved = [x not in unsaved for x in (*tensors, *outputs._fields)]
 
     def node_forward(ctx: Any, *inputs: Any) -> Any:
         made = _call_below_autograd(op, inputs)
         outputs = (made,) if is_single else made
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(num_differentiable > 1)
+        ctx.mark_non_differentiable(*outputs[num_differentiable:])
         kept = zip((*inputs[:num_tensors], *outputs), saved, strict=True)
         ctx.save_for_backward(*(x if is_saved else None for x, is_saved in kept))
         ctx.constants = inputs[num_tensors:]
@@ -170,17 +174,18 @@ def register_op(
         with _below_autograd():
             return backward_op(*arguments)
 
-    def node_backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def node_backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_grad = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * len(needs_grad)
-        if grad_out is None:
+        if grads_out[0] is None:
             return tuple(grads)
         # Transforms always ask for a graph: there the op of backward refuses its own gradient.
         if torch.is_grad_enabled() and not ctx.is_transformed:
             raise NotImplementedError(f"{name} has no second derivative, got create_graph=True")
         tensors = ctx.saved_tensors
         inputs, outputs = tensors[:num_tensors], tensors[num_tensors:]
-        arguments = (grad_out, needs_grad, *inputs, *ctx.constants, *outputs)
+        given = (needs_grad, *inputs, *ctx.constants, *outputs)
+        arguments = (*grads_out[:num_differentiable], *given)
         if torch.compiler.is_compiling() or ctx.is_transformed:
             needed = passed(backward_op)(*arguments)
         else:
@@ -215,7 +220,8 @@ def register_op(
         check=check,
         differentiable=floats,
         num_lengths=len(lengths),
-        axes=[0, *all_axes],
+        num_returned=num_differentiable,
+        axes=[0] * num_differentiable + all_axes,
         saved=saved,
         run=run,
         run_backward=passed(run_backward),
@@ -252,10 +258,10 @@ def replayed_without_grad(
         check=check,
         differentiable=[False] * num_tensors,
         num_lengths=len(lengths),
-        axes=[0] * (1 + num_tensors + num_outputs),
+        axes=[0] * (num_outputs + num_tensors + num_outputs),
         saved=[False] * (num_tensors + num_outputs),
         run=_runs[op],
-        returns_all=num_outputs > 1,
+        num_returned=num_outputs,
     )
 
 

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchrec_jagged_attn.arguments import (
     Biases,
     TargetArguments,
     TargetGradients,
     TargetOutputs,
+    TargetOutputsWithLse,
 )
 from torchrec_jagged_attn.checks import (
     check_biases,
@@ -313,8 +313,7 @@ def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:
     """Attend over some rows of each sample, so that the results over all of them can be merged.
 
     With outputs and log-sum-exps of several such calls, over rows that are all of a sample's
-    together, its output is ``sum(softmax(lses)[i] * outs[i])``. Both have a gradient, which is not
-    traced or compiled.
+    together, its output is ``sum(softmax(lses)[i] * outs[i])``. Both have a gradient.
 
     Args:
         args: of the op, with a score of ``"softmax"``. Each call has the ``places`` and ``ends`` of
@@ -330,45 +329,31 @@ def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:
     """
     if args.score != "softmax":
         raise ValueError(f'score must be "softmax" for log-sum-exps, got {args.score!r}')
-    return _WithLogSumExp.apply(*args)  # pyright: ignore[reportReturnType]
+    return _call_with_lse(*args)
 
 
-NUM_TENSORS = TargetArguments._fields.index("scale")  # of the arguments, which come first
+def _forward_with_lse(args: TargetArguments) -> TargetOutputsWithLse:
+    out, residual, stats = forward(args)
+    maximum, inverse = stats
+    lse = maximum.sub(inverse.log()).nan_to_num(torch.nan, -torch.inf, -torch.inf)
+    return TargetOutputsWithLse(out, lse, residual, stats)
 
 
-class _WithLogSumExp(torch.autograd.Function):
-    """:func:`target_attention_with_lse`, as a node."""
+def _fake_with_lse(args: TargetArguments) -> TargetOutputsWithLse:
+    out, residual, stats = fake(args)
+    return TargetOutputsWithLse(out, stats.new_empty(stats.shape[1:]), residual, stats)
 
-    @staticmethod
-    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
-        args = TargetArguments(*fields)
-        with torch._C._DisableAutocast(), torch.cuda.device_of(args.query):
-            outputs = forward(args)
-        maximum, inverse = outputs.stats
-        lse = (maximum - inverse.log()).masked_fill_(inverse == 0, -torch.inf)
-        ctx.save_for_backward(*fields[:NUM_TENSORS], *outputs)
-        ctx.constants = fields[NUM_TENSORS:]
-        ctx.set_materialize_grads(False)
-        return outputs.out, lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        args = TargetArguments(*tensors[:NUM_TENSORS], *ctx.constants)
-        outputs, needs = TargetOutputs(*tensors[NUM_TENSORS:]), ctx.needs_input_grad
-        if grad_out is None:
-            grad_out = torch.zeros_like(outputs.out)
-        if grad_lse is not None:
-            grad_lse = grad_lse.masked_fill(outputs.stats[1] == 0, 0)
-        with torch._C._DisableAutocast(), torch.cuda.device_of(args.query):
-            grads = backward(
-                grad_out, args, outputs, TargetArguments(*needs), grad_lse=grad_lse
-            )._asdict()
-        names = zip(TargetArguments._fields, needs, strict=True)
-        return tuple(grads.get(name) if need else None for name, need in names)
+def _backward_with_lse(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    args: TargetArguments,
+    outputs: TargetOutputsWithLse,
+    needs: TargetArguments,
+) -> TargetGradients:
+    seen = TargetOutputs(outputs.out, outputs.residual, outputs.stats)
+    grad_lse = grad_lse.contiguous().masked_fill(outputs.stats[1].le(0), 0)
+    return backward(grad_out, args, seen, needs, grad_lse=grad_lse)
 
 
 def flops_of(args: TargetArguments, needs: object) -> int:
@@ -382,39 +367,36 @@ def flops_of(args: TargetArguments, needs: object) -> int:
     return attention_flops(pairs * num_heads, width, width, backward=needs is not None)
 
 
-_, call_target_attention = register_op(
-    "target_attention",
-    flops=flops_of,
-    arguments=TargetArguments,
-    outputs=TargetOutputs,
-    forward=forward,
-    fake=fake,
-    backward=backward,
-    non_differentiable=(
-        "indices",
-        "timestamps",
-        "request_time",
-        "row_dropout",
-        "dropout",
-        "places",
-        "ends",
+_REGISTERED: dict[str, Any] = {
+    "arguments": TargetArguments,
+    "flops": flops_of,
+    "non_differentiable": (
+        "indices", "timestamps", "request_time", "row_dropout", "dropout", "places", "ends",
     ),
-    axes=dict.fromkeys(
+    "axes": dict.fromkeys(
         (
-            "query",
-            "history",
-            "offsets",
-            "query_offsets",
-            "indices",
-            "bias",
-            "timestamps",
-            "request_time",
-            "places",
-            "ends",
-            "out",
-            "residual",
+            "query", "history", "offsets", "query_offsets", "indices", "bias", "timestamps",
+            "request_time", "places", "ends", "out", "lse", "residual",
         ),
         0,
     )
     | {"stats": 1},
+}  # fmt: skip
+_, call_target_attention = register_op(
+    "target_attention",
+    outputs=TargetOutputs,
+    forward=forward,
+    fake=fake,
+    backward=backward,
+    **_REGISTERED,
+)
+_, _call_with_lse = register_op(
+    "target_attention_with_lse",
+    outputs=TargetOutputsWithLse,
+    forward=_forward_with_lse,
+    fake=_fake_with_lse,
+    backward=_backward_with_lse,
+    num_differentiable=2,
+    unsaved=("lse",),
+    **_REGISTERED,
 )

@@ -37,28 +37,29 @@ _building, _recording = threading.Lock(), threading.Lock()
 
 
 class ReplayedOp:
-    """Calls an op, by a program of its own if there is one; gives the first output alone, or all.
+    """Calls an op, by a program of its own if there is one; gives its first outputs.
 
     A program is for plain tensors in eager mode. The op is called itself, with the same bits, under
     a mode or a transform, for subclasses, with hooks on saved tensors or of a profiler of Triton's,
     and for what cannot be recorded.
 
     Args:
-        op: from the arguments to all outputs, or to the only one. Only the first has a gradient.
+        op: from the arguments to all outputs, or to the only one.
         check: of the same arguments, raises if they do not fit. It is recorded, too: where it was
             passed, a program has guards that say so, and it is not called again.
         differentiable: of each tensor among the arguments, whether it may have a gradient. Tensors
             come first; the very first is no ``None``.
         num_lengths: how many of the arguments after these are lengths, which differ from call to
             call.
-        axes: of the output's gradient, of each of these tensors, and of each output: along which
-            its length differs from call to call, -1 for none.
+        axes: of the gradient of each output that is given, of each of these tensors, and of each
+            output: along which its length differs from call to call, -1 for none.
         saved: of each of these tensors, and of each output: whether backward takes it, or ``None``.
         run: from the arguments to what the op returns, below autograd and on a device.
-        run_backward: ``(grad_out, needs_grad, *arguments, *outputs)`` to the gradients asked for,
+        run_backward: ``(*grads, needs_grad, *arguments, *outputs)`` to the gradients asked for,
             likewise. An op without any has neither this nor the next.
         call_backward: the same, for any tensors, under any mode.
-        returns_all: whether all outputs are given, as a tuple, of an op without a gradient.
+        num_returned: how many outputs are given, the first ones: as a tuple, if several. Of an op
+            with a gradient they have one, and no other has.
     """
 
     def __init__(
@@ -73,13 +74,13 @@ class ReplayedOp:
         run: Callable[..., Tensor | Sequence[Tensor]],
         run_backward: Callable[..., Sequence[Tensor]] | None = None,
         call_backward: Callable[..., Sequence[Tensor]] | None = None,
-        returns_all: bool = False,
+        num_returned: int = 1,
     ) -> None:
         self.op, self.num_tensors, self.num_lengths = op, len(differentiable), num_lengths
         self.check = check or (lambda *_: None)
         self.differentiable, self.axes, self.saved = list(differentiable), list(axes), list(saved)
         self.run, self.run_backward, self.call_backward = run, run_backward, call_backward
-        self.returns_all = returns_all
+        self.num_returned = num_returned
         self.replay: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -95,9 +96,11 @@ class ReplayedOp:
         return isinstance(first, Tensor) and first.device.type in DEVICES and not hooks
 
     def plainly(self, *arguments: Any) -> Any:
-        """The op's first output, or all, by the op."""
+        """The op's first outputs, by the op."""
         outputs = self.op(*arguments)
-        return outputs if self.returns_all or isinstance(outputs, Tensor) else outputs[0]
+        if isinstance(outputs, Tensor):
+            return outputs
+        return outputs[0] if self.num_returned == 1 else outputs[: self.num_returned]
 
     def _make_replay(self) -> Callable[..., Any]:
         """What ``replay.cpp`` calls the op by, where that can be built and finds what it needs."""
@@ -122,7 +125,7 @@ class ReplayedOp:
             self.differentiable,
             self.saved,
             self.axes,
-            self.returns_all,
+            self.num_returned,
             self._record,
             self._record_backward,
             functools.partial(self._gradients, self.call_backward),
@@ -136,7 +139,7 @@ class ReplayedOp:
             outputs = self.run(*traced, *constants)
             return [outputs] if isinstance(outputs, Tensor) else outputs
 
-        return _record(run, tensors, self.axes[1 : 1 + self.num_tensors], lengths)
+        return _record(run, tensors, self.axes[self.num_returned :][: self.num_tensors], lengths)
 
     def _record_backward(
         self, tensors: tuple, needs: tuple, lengths: list, constants: tuple
@@ -155,13 +158,13 @@ class ReplayedOp:
         lengths: Sequence[int],
         constants: tuple,
     ) -> list[Tensor | None]:
-        """One for each tensor that needs one, of the output's gradient, the tensors and outputs."""
-        grad_out, *kept = tensors
+        """One for each tensor that needs one, of outputs' gradients, the tensors and outputs."""
+        grads, kept = tensors[: self.num_returned], tensors[self.num_returned :]
         inputs, outputs = kept[: self.num_tensors], kept[self.num_tensors :]
         others = (*lengths, *constants)
         needs_grad = [*needs, *(False for _ in others)]
         assert backward is not None
-        found = iter(backward(grad_out, needs_grad, *inputs, *others, *outputs))
+        found = iter(backward(*grads, needs_grad, *inputs, *others, *outputs))
         return [next(found) if need else None for need in needs]
 
 

@@ -709,6 +709,11 @@ def _elementwise(op: torch._ops.OpOverload) -> Callable[..., Traced]:
     return lambda x, *others: x.recorder.operator(op, (_same_sizes(x, *others), *others), x.sizes)
 
 
+def _subtract(x: Traced, y: Any) -> Traced:
+    op = torch.ops.aten.sub
+    return _elementwise(op.Tensor if isinstance(y, Traced) else op.Scalar)(x, y)
+
+
 def _argsort(x: Traced, dim: int = -1, descending: bool = False, stable: bool = False) -> Traced:
     arguments = (_same_sizes(x), stable, dim, descending)
     return x.recorder.operator(torch.ops.aten.argsort.stable, arguments, x.sizes)
@@ -819,10 +824,12 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.sum: _sum,
     Tensor.any: _any,
     Tensor.div: _elementwise(torch.ops.aten.div.Tensor),
-    Tensor.sub: _elementwise(torch.ops.aten.sub.Scalar),
+    Tensor.sub: _subtract,
     Tensor.ne: _elementwise(torch.ops.aten.ne.Scalar),
     Tensor.le: _elementwise(torch.ops.aten.le.Scalar),
     Tensor.masked_fill: _elementwise(torch.ops.aten.masked_fill.Scalar),
+    Tensor.log: _elementwise(torch.ops.aten.log.default),
+    Tensor.nan_to_num: _elementwise(torch.ops.aten.nan_to_num.default),
     Tensor.cumsum: _elementwise(torch.ops.aten.cumsum.default),
     Tensor.argsort: _argsort,
     Tensor.matmul: _matmul,

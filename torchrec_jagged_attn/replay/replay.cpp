@@ -539,14 +539,14 @@ struct Op {
   std::vector<c10::TypeKind> types;  // of the arguments
   std::vector<bool> differentiable;  // of the tensors
   std::vector<bool> saved;  // for backward, of the tensors and the outputs
-  Numbers axes;  // of the output's gradient, the tensors, and the outputs: where lengths differ
-  bool returns_all;  // outputs, of an op without a gradient
+  Numbers axes;  // of gradients of outputs, the tensors, and the outputs: where lengths differ
+  size_t num_returned;  // of the outputs, the first ones; those of an op with a gradient have one
   // Recorders return a program or None; the last one runs backward without a program.
   py::object record_forward, record_backward, run_backward;
   Programs forward, backward;
 };
 
-py::tuple as_tuple(const std::vector<Tensor>& tensors) {
+py::tuple as_tuple(at::TensorList tensors) {
   py::tuple objects(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i)
     objects[i] = tensors[i].defined() ? py::cast(tensors[i]) : py::none();
@@ -615,7 +615,7 @@ Numbers kind_of(const Constants& constants, const std::vector<Tensor>& tensors, 
 
 // All outputs; none where the call is not replayed.
 std::vector<Tensor> replay_forward(Op& op, const Inputs& inputs, const Constants& constants) {
-  Numbers kind = kind_of(constants, inputs.tensors, op.axes.data() + 1), values;
+  Numbers kind = kind_of(constants, inputs.tensors, op.axes.data() + op.num_returned), values;
   bool is_hopeless = false;
   auto program = op.forward.find(kind, inputs, values, is_hopeless);
   if (!program && !is_hopeless) {
@@ -680,8 +680,9 @@ class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
   static constexpr bool is_traceable = true;  // by compiled autograd: the op is called then
 
   // `differentiable` are those of the inputs that are, as many as are given.
-  static Tensor forward(torch::autograd::AutogradContext* context,
-                        const at::TensorList& differentiable, const Done& done) {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
+                                                const at::TensorList& differentiable,
+                                                const Done& done) {
     auto tensors = done.inputs.tensors;
     int64_t edges = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -693,14 +694,14 @@ class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
     for (size_t i = 0; i < tensors.size(); ++i)
       if (!done.op.saved[i]) tensors[i].reset();
     context->save_for_backward(std::move(tensors));
-    context->set_materialize_grads(false);
+    context->set_materialize_grads(done.op.num_returned > 1);
     // In a list, since compiled autograd takes a number alone for one that may change.
     Numbers numbers = {int64_t(reinterpret_cast<intptr_t>(&done.op)),
                        int64_t(reinterpret_cast<intptr_t>(&done.constants)), edges};
     const auto& lengths = done.inputs.lengths;
     numbers.insert(numbers.end(), lengths.begin(), lengths.end());
     context->saved_data["call"] = std::move(numbers);
-    return done.outputs[0];
+    return {done.outputs.begin(), done.outputs.begin() + done.op.num_returned};
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -719,7 +720,7 @@ class ReplayBackward : public torch::autograd::Function<ReplayBackward> {
     torch::autograd::variable_list result(edge + 1);  // all arguments of forward
     if (!grads[0].defined()) return result;
     Inputs inputs{context->get_saved_variables(), {numbers.begin() + 3, numbers.end()}};
-    inputs.tensors.insert(inputs.tensors.begin(), grads[0]);
+    inputs.tensors.insert(inputs.tensors.begin(), grads.begin(), grads.end());
     auto found = replay_backward(op, inputs, needs, constants);
     edge = 0;
     for (size_t i = 0; i < op.num_tensors; ++i)
@@ -740,7 +741,7 @@ struct Call {
   std::unordered_map<Numbers, Constants*, HashNumbers> kept;
   std::unordered_set<Numbers, HashNumbers> once;  // sets that came, and are not kept
 
-  // The op's first output, or all; None where the call is not replayed.
+  // The op's first output, or several; None where the call is not replayed.
   py::object operator()(PyObject* const* arguments, size_t count) {
     const size_t first = op->num_tensors + op->num_lengths;
     if (count < first || count > op->types.size()) return py::none();
@@ -771,16 +772,17 @@ struct Call {
     RECORD_FUNCTION(op->name, std::vector<c10::IValue>());
     Constants* const constants = constants_of(arguments, first, count);
     if (!constants) return py::none();
-    const auto outputs = replay_forward(*op, inputs, *constants);
+    auto outputs = replay_forward(*op, inputs, *constants);
     if (outputs.empty()) return py::none();
-    if (op->returns_all) return as_tuple(outputs);
-    if (!needs_grad) return py::cast(outputs[0]);
-    std::vector<Tensor> differentiable;
-    for (size_t i = 0; i < tensors.size(); ++i)
-      if (op->differentiable[i] && tensors[i].defined()) differentiable.push_back(tensors[i]);
-    const at::TensorList arguments_of_node = differentiable;
-    return py::cast(
-        ReplayBackward::apply(arguments_of_node, Done{*op, *constants, inputs, outputs}));
+    if (needs_grad) {
+      std::vector<Tensor> differentiable;
+      for (size_t i = 0; i < tensors.size(); ++i)
+        if (op->differentiable[i] && tensors[i].defined()) differentiable.push_back(tensors[i]);
+      const at::TensorList arguments_of_node = differentiable;
+      outputs = ReplayBackward::apply(arguments_of_node, Done{*op, *constants, inputs, outputs});
+    }
+    if (op->num_returned == 1) return py::cast(outputs[0]);
+    return as_tuple(at::TensorList(outputs).slice(0, op->num_returned));
   }
 
  private:
@@ -912,7 +914,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       });
   m.def("replay_of",
         [](const std::string& name, size_t num_lengths, std::vector<bool> differentiable,
-           std::vector<bool> saved, Numbers axes, bool returns_all, py::object record_forward,
+           std::vector<bool> saved, Numbers axes, size_t num_returned, py::object record_forward,
            py::object record_backward, py::object run_backward) {
           auto* const op = new Op();
           op->name = name;
@@ -924,7 +926,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           op->differentiable = std::move(differentiable);
           op->saved = std::move(saved);
           op->axes = std::move(axes);
-          op->returns_all = returns_all;
+          op->num_returned = num_returned;
           op->record_forward = std::move(record_forward);
           op->record_backward = std::move(record_backward);
           op->run_backward = std::move(run_backward);
