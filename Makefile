@@ -11,12 +11,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 STACK ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
-TORCH ?= 2.13.0
-TORCHREC ?= 1.8.0
 TORCH_INDEX ?=
 
+# The set of versions is that of the extras.
+TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
+TORCHREC := $(shell grep -om1 'torchrec==[0-9.]*' pyproject.toml)
+
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready-$(STACK)-$(TORCH)-$(TORCHREC)
+READY := $(VENV)/.ready-$(STACK)
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 
 # Run a second time without a GPU, with the kernels in Triton's interpreter. Not the tests of
@@ -73,12 +75,15 @@ sanitize: $(READY)  # of CUDA's toolkit
 clean:
 	rm -rf $(VENV) runs site
 
-$(READY): Makefile pyproject.toml requirements/$(STACK).txt
-	@echo "Installing the $(STACK) stack (torch $(TORCH), torchrec $(TORCHREC)) into $(VENV)"
+$(READY): Makefile pyproject.toml
+	@echo "Installing the $(STACK) stack ($(TORCH), $(TORCHREC)) into $(VENV)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
 	$(PYTHON) -m venv --clear $(VENV)
-	$(INSTALL) torch==$(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	$(INSTALL) -r requirements/$(STACK).txt
-	$(INSTALL) --no-deps torchrec==$(TORCHREC)
-	$(INSTALL) -e .[examples,dev,docs]
+	$(INSTALL) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+ifeq ($(STACK),cpu)
+	$(INSTALL) -e .[torchrec-cpu,examples,dev,docs]
+	$(INSTALL) --no-deps $(TORCHREC)
+else
+	$(INSTALL) -e .[torchrec,examples,dev,docs]
+endif
 	@touch $@

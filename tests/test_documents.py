@@ -13,7 +13,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FOLDERS = ("torchrec_jagged_attn", "tests", "benchmarks", "examples", "docs", "requirements")
+FOLDERS = ("torchrec_jagged_attn", "tests", "benchmarks", "examples", "docs")
 FILES = [
     str(path.relative_to(ROOT))
     for path in (*ROOT.glob("*.*"), *(p for name in FOLDERS for p in (ROOT / name).rglob("*.*")))

@@ -36,20 +36,25 @@ def test_both_extras_ask_for_one_torch_and_one_fbgemm():
     assert "torchrec" not in cpu  # would bring fbgemm-gpu along
 
 
-def test_extras_take_the_newest_set_of_the_table_and_no_other():
-    def taken(row: dict[str, str]) -> bool:
-        return all(
-            requirement.specifier.contains(row[name])
-            for name, requirement in EXTRAS["torchrec"].items()
-        )
+def test_extras_take_the_first_set_of_the_table():
+    first = rows()[0]
+    for name, requirement in EXTRAS["torchrec"].items():
+        assert str(requirement.specifier) == f"=={first[name]}"
+    assert str(EXTRAS["torchrec-cpu"]["triton"].specifier) == f"=={first['triton']}"
 
-    newest = max(rows(), key=lambda row: [int(part) for part in row["torch"].split(".")])
-    assert taken(newest)
-    assert not any(taken(row) for row in rows() if row["torchrec"] != newest["torchrec"])
+
+def test_the_makefile_names_no_version_of_its_own():
+    makefile = (ROOT / "Makefile").read_text()
+    assert not re.findall(r"==\d.*", makefile)
+    for name in ("torch", "torchrec"):
+        pattern = re.search(rf"grep -om1 '({name}==.*?)' pyproject.toml", makefile)[1]
+        found = re.search(pattern, (ROOT / "pyproject.toml").read_text())
+        assert found
+        assert found[0] == str(EXTRAS["torchrec"][name])
 
 
 def test_the_page_installs_the_torchrec_of_the_extra_without_its_needs():
-    assert f"pip install --no-deps '{TORCHREC}'" in INSTALL
+    assert f"pip install --no-deps {TORCHREC}" in INSTALL
 
 
 def test_the_cpu_extra_has_all_else_that_torchrec_needs():

@@ -69,8 +69,8 @@ def __getattr__(name: str) -> object:
         raise ImportError(
             f"{name} needs TorchRec, whose FBGEMM does not load: it was built for another version "
             "of torch, or for CUDA where torch has none. With a CPU torch, install fbgemm-gpu-cpu "
-            "in place of fbgemm-gpu, in the version for this torch: see the section on "
-            "installing in README. With a CUDA torch: pip install 'torchrec_jagged_attn[torchrec]' "
+            "in place of fbgemm-gpu, in the version for this torch: see docs/install.md. "
+            "With a CUDA torch: pip install 'torchrec_jagged_attn[torchrec]' "
             f"({error.__cause__ or error})"
         ) from error
     return getattr(modules, name)
