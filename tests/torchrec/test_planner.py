@@ -111,7 +111,7 @@ def test_rows_of_encoder_layers_are_sent():
 
 
 def count_bytes(device: torch.device) -> list[int]:
-    """That a rank sends for attention to the other, of histories of 2 events, and of 50."""
+    """That a rank sends to the other besides ids, of histories of 2 events, and of 50."""
     table = EmbeddingBagConfig(
         name="t_item", embedding_dim=16, num_embeddings=30, feature_names=["item", "history"]
     )
@@ -123,9 +123,11 @@ def count_bytes(device: torch.device) -> list[int]:
     counted: list[int] = []
     start = owned_rows._Transfer.start
 
-    def start_counted(transfer: Any, x: Tensor, received: list[int], sent: list[int]) -> None:
-        counted[-1] += x[0].nbytes * (sum(sent) - sent[dist.get_rank()])
-        start(transfer, x, received, sent)
+    def start_counted(
+        transfer: Any, x: Tensor, received: list[int], sent: list[int], is_grad: bool
+    ) -> None:
+        counted[-1] += x.shape[1:].numel() * x.itemsize * (sum(sent) - sent[dist.get_rank()])
+        start(transfer, x, received, sent, is_grad)
 
     owned_rows._Transfer.start = start_counted
     for length in (2, 50):
@@ -142,8 +144,8 @@ def test_bytes_are_those_of_the_documents(tmp_path: Path, backend: str):
     definition = page.read_text().partition("```python\n")[2].partition("\n\n\n")[0]
     namespace: dict[str, Any] = {}
     exec(definition, namespace)
-    ids = 3 * 16 / 2
+    ids = 3 * 16 / 2  # half are on the rank itself
     for counted in run_ranks(count_bytes, tmp_path, backend):
         for length, in_fact in zip((2, 50), counted, strict=True):
             _, sent = namespace["sent"](RANKS, 3, length, width=16, heads=2, size=4)
-            assert in_fact == sent - ids * length
+            assert in_fact == sent - ids * (length + 1)

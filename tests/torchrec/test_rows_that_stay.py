@@ -277,10 +277,11 @@ def record_order(_: torch.device) -> dict[str, list[str]]:
 def test_exchanges_overlap_with_other_work(tmp_path: Path):
     """Of queries with the pooling of other features, of whole histories with the lookup of bags."""
     for events in run_ranks(record_order, tmp_path, "gloo"):
-        queries, results = ["start", "pool", "finish"], ["start", "finish"]
-        gradients = [*results, "start", "pool, backward", "finish"]
-        assert events["stay"] == [*queries, *results, "loss", *gradients]
-        assert events["travel"] == ["start", "bags", "finish", "loss", *results]
+        queries, others = ["start", "pool", "finish"], ["start", "finish"]  # rows, results
+        gradients = [*others, "start", "pool, backward", "finish", *others]
+        assert events["stay"] == [*others, *queries, *others, "loss", *gradients]
+        both = ["start", "start", "bags", "finish", "finish"]
+        assert events["travel"] == [*both, "loss", "start", "start", "finish", "finish"]
 
 
 def weigh(_: torch.device) -> str:

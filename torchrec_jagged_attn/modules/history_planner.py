@@ -11,7 +11,8 @@ from torchrec.distributed.planner.types import ShardEstimator, ShardingOption
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from torchrec_jagged_attn.modules.history_sharding import HistoryFeatures, histories_of
+from torchrec_jagged_attn.modules.history_sharding import histories_of
+from torchrec_jagged_attn.modules.id_exchange import HistoryFeatures
 
 __all__ = ["HistoryEmbeddingShardingPlanner"]
 

@@ -1,10 +1,10 @@
 """``HistoryEmbeddingCollectionSharder``: rows of histories stay with their shard.
 
-TorchRec sends each row of a sequence to the rank of its sample. Here rows of targets travel so, and
-histories go another way: their ids are sorted by owner, which looks the rows up and keeps them for
-:mod:`torchrec_jagged_attn.modules.owned_rows`. Rows of histories that an attention must have whole
-travel, too, but in one copy. All go through one lookup, so that a row that both a target and
-histories have is updated once.
+Ids of all features go to the owners of their rows, see ``id_exchange.py``. Owners look them up, all
+that are in a table at once, so that a row that both a target and histories have is updated once.
+Rows of histories stay there for :mod:`torchrec_jagged_attn.modules.owned_rows`. All others are sent
+back to the samples, such as those of targets; and histories that an attention must have whole, in
+one copy.
 
 TorchRec has no public way to this. Here and in ``history_planner.py``, ``lookup_rows.py`` and
 ``lookup_bags.py`` are all of its private names that are read; ``test_rows_that_stay.py`` and
@@ -13,31 +13,24 @@ TorchRec has no public way to this. Here and in ``history_planner.py``, ``lookup
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding import (
-    EmbeddingCollectionAwaitable,
     EmbeddingCollectionContext,
     EmbeddingCollectionSharder,
     ShardedEmbeddingCollection,
 )
-from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, KJTListSplitsAwaitable
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingDist
-from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
-from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingDist
-from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.distributed.types import (
     Awaitable,
+    CommOp,
     LazyAwaitable,
     ParameterSharding,
     QuantizedCommCodecs,
@@ -48,18 +41,19 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.modules.batch_checks import (
-    check_equal_lengths,
-    check_single_rows,
-    has_no_sample,
-    one_sample_without_ids,
+from torchrec_jagged_attn.modules.batch_checks import has_no_sample, one_sample_without_ids
+from torchrec_jagged_attn.modules.id_exchange import (
+    Feature,
+    HistoryFeatures,
+    IdExchange,
+    Received,
 )
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
 
 __all__ = [
     "HistoryEmbeddingCollectionSharder",
-    "HistoryFeatures",
     "ShardedHistoryEmbeddingCollection",
+    "histories_of",
     "set_histories",
 ]
 
@@ -68,39 +62,6 @@ SHARDING_TYPES = (
     ShardingType.TABLE_WISE.value,
     ShardingType.DATA_PARALLEL.value,
 )
-
-
-class HistoryFeatures(NamedTuple):
-    """What an EmbeddingCollection of a TargetAttentionEmbeddingBagCollection knows of a history.
-
-    Attributes:
-        feature: its key in batches.
-        stays: whether attention can do with rows that stay.
-        timestamps: their key, or empty.
-        request_time: its key, or empty.
-        is_weighted: whether batches have prior weights.
-    """
-
-    feature: str
-    stays: bool
-    timestamps: str
-    request_time: str
-    is_weighted: bool
-
-    @property
-    def has_ages(self) -> bool:
-        return self.stays and bool(self.timestamps)
-
-    @property
-    def has_weights(self) -> bool:
-        return self.stays and self.is_weighted
-
-    @property
-    def num_columns(self) -> int:
-        """Numbers that are sent of each row: its id and, where it stays, its place, and age and
-        weight if there are any.
-        """
-        return 1 + self.stays + self.has_ages + self.has_weights
 
 
 def set_histories(collection: nn.Module, histories: dict[str, HistoryFeatures]) -> None:
@@ -112,140 +73,17 @@ def histories_of(collection: nn.Module) -> dict[str, HistoryFeatures]:
     return collection.__dict__.get("_histories", {})
 
 
-class _HistoryDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
-    """Ids of one history, and what else is sent of each row, to the owners of the rows.
-
-    A pipeline looks for ``_dist``, and exchanges the sizes of all such in one.
-
-    Args:
-        group: of the ranks.
-        history: what is sent.
-        owner: the rank that has the whole table; None if each has as many rows.
-        num_embeddings: of the table.
-    """
+class _Rows(LazyAwaitable[dict[str, JaggedTensor]]):
+    """Rows that are sent, once they are there, and those that stay."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        history: HistoryFeatures,
-        owner: int | None,
-        num_embeddings: int,
+        self, here: dict[str, JaggedTensor], sent: Sequence[Callable[[], dict[str, JaggedTensor]]]
     ) -> None:
         super().__init__()
-        self.history, self._num_ranks = history, group.size()
-        self._is_whole, self._rows_per_rank = owner is not None, -(-num_embeddings // group.size())
-        self._dist = KJTAllToAll(
-            group, [int(owner is None or rank == owner) for rank in range(group.size())]
-        )
-        self.unbucketize_permute_tensor: Tensor | None = None
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, features: KeyedJaggedTensor, history: JaggedTensor
-    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        lengths = history.lengths()
-        # FBGEMM checks bounds, but takes -1 for no row: ids below zero come to lie above all.
-        ids = history.values().long() & torch.iinfo(torch.int64).max
-        num_samples, num_rows = lengths.shape[0], ids.shape[0]
-        device = ids.device
-        sample = torch.arange(num_samples, device=device).repeat_interleave(
-            lengths, output_size=num_rows
-        )
-        columns = [ids]
-        if self.history.stays:
-            ends = history.offsets()[1:].long()
-            columns.append(torch.arange(num_rows, device=device) - ends[sample])
-            if self.history.has_ages:
-                columns.append(_ages(features, self.history, history, sample, ends))
-            if self.history.has_weights:
-                columns.append(history.weights().detach().double().view(torch.int64))
-        values, counts = torch.stack(columns, dim=1), lengths
-        if not self._is_whole:
-            owner = (ids // self._rows_per_rank).clamp_(0, self._num_ranks - 1)
-            values[:, 0] -= owner * self._rows_per_rank
-            cell, order = (owner * num_samples + sample).int().sort(stable=True)
-            values = values[order]
-            num_cells = self._num_ranks * num_samples
-            cells = torch.arange(num_cells + 1, dtype=torch.int32, device=device)
-            counts = torch.searchsorted(cell, cells).diff()
-            if not self.history.stays:
-                self.unbucketize_permute_tensor = order.argsort()
-        sent = KeyedJaggedTensor(
-            [self.history.feature] * (1 if self._is_whole else self._num_ranks),
-            values.flatten(),
-            lengths=(counts * self.history.num_columns).to(lengths.dtype),
-            stride=num_samples,
-        )
-        return self._dist(sent)
-
-
-def _ages(
-    features: KeyedJaggedTensor,
-    of: HistoryFeatures,
-    history: JaggedTensor,
-    sample: Tensor,
-    ends: Tensor,
-) -> Tensor:
-    """``[N]`` int64: at the time of the request, or else of the newest row. Zero of what is newer,
-    the largest number of what int64 does not hold.
-    """
-    timestamps = features[of.timestamps]
-    check_equal_lengths(timestamps, of.timestamps, history, of.feature)
-    times = timestamps.values().long()
-    if of.request_time:
-        request_time = features[of.request_time]
-        if sample.numel() > 0:  # what stands for a batch without samples has no time
-            check_single_rows([request_time], [of.request_time], "request_time", "integer")
-        references = request_time.values().long()[sample]
-    else:
-        references = times[ends[sample] - 1]
-    ages = references - times
-    ages.masked_fill_(ages < 0, torch.iinfo(torch.int64).max)
-    return ages.masked_fill_(times > references, 0)
-
-
-class _Awaitable(LazyAwaitable[dict[str, JaggedTensor]]):
-    """What travels by TorchRec, and histories."""
-
-    def __init__(
-        self,
-        travelling: EmbeddingCollectionAwaitable,
-        histories: dict[str, Callable[[], JaggedTensor]],
-    ) -> None:
-        super().__init__()
-        self._travelling, self._histories = travelling, histories
+        self._here, self._sent = here, sent
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
-        histories = {name: wait() for name, wait in self._histories.items()}
-        return {**self._travelling.wait(), **histories}
-
-
-class _Part(NamedTuple):
-    """The features of one kind of sharding, by the names that the collection has for their rows.
-
-    Attributes:
-        travelling: names, and features in batches, of what goes TorchRec's way.
-        histories: names and dists of histories.
-        local: names, and features in batches, of what this rank looks up, in the order of its
-            lookup.
-    """
-
-    travelling: dict[str, str]
-    histories: dict[str, _HistoryDist]
-    local: dict[str, str]
-
-
-class _Received(NamedTuple):
-    """What this rank has got of a part.
-
-    Attributes:
-        travelling: the ids of what goes TorchRec's way, if anything does.
-        histories: what was sent of each, by their names.
-        ids: of all rows that this rank looks up.
-    """
-
-    travelling: KeyedJaggedTensor | None
-    histories: dict[str, KeyedJaggedTensor]
-    ids: KeyedJaggedTensor
+        return {name: rows for wait in self._sent for name, rows in wait().items()} | self._here
 
 
 class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
@@ -258,68 +96,34 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         group = self._env.process_group
         assert group is not None
         self._group: dist.ProcessGroup = group
-        self._parts: list[_Part] = []
-        self._orders: dict[tuple[Any, ...], tuple[list[int], Tensor]] = {}
-        self._output_dists = [
-            self._add_part(kind, sharding, histories_of(module), output_dist)
-            for (kind, sharding), output_dist in zip(
-                self._sharding_type_to_sharding.items(), self._output_dists, strict=True
-            )
-        ]
+        self._replicated: dict[int, dict[str, str]] = {}
+        features: list[Feature] = []
+        for at, (kind, sharding) in enumerate(self._sharding_type_to_sharding.items()):
+            names = dict(zip(sharding.embedding_names(), sharding.feature_names(), strict=True))
+            if kind == ShardingType.DATA_PARALLEL.value:
+                self._replicated[at] = names
+                continue
+            owners = {name: [*range(group.size())] for name in names}
+            if kind == ShardingType.TABLE_WISE.value:
+                counts = enumerate(sharding.features_per_rank())
+                ranks = [rank for rank, count in counts for _ in range(count)]
+                owners = {name: [rank] for name, rank in zip(names, ranks, strict=True)}
+            sizes = {
+                name: -(-table.num_embeddings // len(owners[name]))
+                for table in sharding.embedding_tables()
+                for name in table.embedding_names
+            }
+            histories = histories_of(module)
+            features += [
+                Feature(name, key, at, owners[name], sizes[name], histories.get(name))
+                for name, key in names.items()
+            ]
+        assert self._device is not None
+        self._exchange = IdExchange(features, group, self._device)
+        codecs = (self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+        self._codecs: QuantizedCommCodecs | None = codecs
+        self._orders: dict[tuple[str, ...], dict[int, tuple[list[int], Tensor]]] = {}
         self._has_uninitialized_input_dist = False
-
-    def _add_part(
-        self,
-        kind: str,
-        sharding: Any,
-        histories: dict[str, HistoryFeatures],
-        output_dist: nn.Module,
-    ) -> nn.Module:
-        """What travels, and what stays, of one kind of sharding; returns the dist of rows that
-        travel, TorchRec's ``output_dist`` if these are all.
-        """
-        group = self._group
-        names = dict(zip(sharding.embedding_names(), sharding.feature_names(), strict=True))
-        owners: dict[str, int | None] = dict.fromkeys(names)
-        if kind == ShardingType.DATA_PARALLEL.value:
-            histories = {}
-        if kind == ShardingType.TABLE_WISE.value:
-            counts = enumerate(sharding.features_per_rank())
-            ranks = [rank for rank, count in counts for _ in range(count)]
-            owners = dict(zip(names, ranks, strict=True))
-        sizes = {
-            name: table.num_embeddings
-            for table in sharding.embedding_tables()
-            for name in table.embedding_names
-        }
-        part = _Part(
-            travelling={name: of for name, of in names.items() if name not in histories},
-            histories={
-                name: _HistoryDist(group, histories[name], owners[name], sizes[name])
-                for name in names
-                if name in histories
-            },
-            local={name: of for name, of in names.items() if owners[name] in (None, group.rank())},
-        )
-        self._parts.append(part)
-        options = self._device, self.qcomm_codecs_registry
-        if not part.histories:
-            self._input_dists.append(sharding.create_input_dist())
-        elif part.travelling and kind == ShardingType.TABLE_WISE.value:
-            counts = Counter(owners[name] for name in part.travelling)
-            per_rank = [counts[rank] for rank in range(group.size())]
-            self._input_dists.append(TwSparseFeaturesDist(group, per_rank))
-            output_dist = TwSequenceEmbeddingDist(group, per_rank, *options)
-        elif part.travelling:
-            of_each = [sizes[name] for name in part.travelling]
-            self._input_dists.append(
-                RwSparseFeaturesDist(
-                    group, len(of_each), of_each, device=self._device, is_sequence=True
-                )
-            )
-            output_dist = RwSequenceEmbeddingDist(group, len(of_each), *options)
-        self._input_dists += part.histories.values()
-        return output_dist
 
     def input_dist(
         self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
@@ -332,59 +136,27 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             )
         if has_no_sample(features):
             features = one_sample_without_ids(features)
-        awaitables, dists = [], iter(self._input_dists)
         with torch.no_grad():
-            for at, part in enumerate(self._parts):
-                if part.travelling:
-                    input_dist, travelling = next(dists), self._travelling(features, at)
-                    awaitables.append(input_dist(travelling))
-                    _add_context(ctx, travelling, input_dist)
-                for input_dist in part.histories.values():
-                    history = features[input_dist.history.feature]
-                    awaitables.append(next(dists)(features, history))
-                    at_home = KeyedJaggedTensor(
-                        [input_dist.history.feature],
-                        history.values(),
-                        lengths=history.lengths(),
-                        offsets=history.offsets(),
-                    )
-                    _add_context(ctx, at_home, input_dist)
-        return KJTListSplitsAwaitable(awaitables, ctx)
+            sent = features.permute(*self._order(features, -1))
+            ctx.input_features += [
+                features.permute(*self._order(features, at)) for at in self._replicated
+            ]
+            sizes: Any = self._exchange.start(sent, features)
+        return KJTListSplitsAwaitable([sizes], ctx)
 
-    def compute_and_output_dist(
-        self, ctx: EmbeddingCollectionContext, input: KJTList
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        contexts = iter(ctx.sharding_contexts)
-        awaitables, at_home, names = [], [], []
-        histories: dict[str, Callable[[], JaggedTensor]] = {}
-        for part, received, lookup, output_dist in zip(
-            self._parts, self._received(input), self._lookups, self._output_dists, strict=True
-        ):
-            rows = self._look_up(lookup, received.ids, part)
-            if received.travelling is not None:
-                features, context = received.travelling, next(contexts)
-                context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
-                moved = [rows[name] for name in part.local if name in part.travelling]
-                awaitables.append(output_dist(torch.cat(moved or [rows[""]]), context))
-                at_home.append(context.features_before_input_dist)
-                names.append(list(part.travelling))
-            for name, sent in received.histories.items():
-                owned = rows[name if name in rows else ""]
-                history = part.histories[name].history
-                histories[name] = self._history(history, owned, next(contexts), sent)
-        travel = EmbeddingCollectionAwaitable(
-            awaitables, at_home, names, EmbeddingCollectionContext()
-        )
-        return _Awaitable(travel, histories)
-
-    def _travelling(self, features: KeyedJaggedTensor, part: int) -> KeyedJaggedTensor:
-        """The features of a part that go TorchRec's way."""
-        key = part, *features.keys()
-        if key not in self._orders:
-            order = [features.keys().index(name) for name in self._parts[part].travelling.values()]
+    def _order(self, features: KeyedJaggedTensor, lookup: int) -> tuple[list[int], Tensor]:
+        """Where the features of a lookup whose tables are replicated are, or, of -1, all others."""
+        keys = tuple(features.keys())
+        if keys not in self._orders:
+            wanted = {at: [*names.values()] for at, names in self._replicated.items()}
+            wanted[-1] = [of.key for of in self._exchange.features]
+            orders = {at: [keys.index(key) for key in of] for at, of in wanted.items()}
             device = features.values().device
-            self._orders[key] = order, torch.tensor(order, dtype=torch.int32, device=device)
-        return features.permute(*self._orders[key])
+            self._orders[keys] = {
+                at: (order, torch.tensor(order, dtype=torch.int32, device=device))
+                for at, order in orders.items()
+            }
+        return self._orders[keys][lookup]
 
     def prefetch(
         self,
@@ -393,123 +165,160 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         ctx: EmbeddingCollectionContext | None = None,
     ) -> None:
         """Prepare the lookups of :meth:`compute_and_output_dist`."""
-        ids = [received.ids for received in self._received(dist_input)]
+        assert ctx is not None
+        ids = self._ids(ctx, dist_input)
         super().prefetch(KJTList(ids), forward_stream, ctx)  # pyright: ignore[reportArgumentType]
 
-    def _received(self, input: KJTList) -> Iterator[_Received]:
-        """What has come for each part."""
-        features = iter(input)
-        for part in self._parts:
-            ids: dict[str, Tensor] = {}
-            travelling = next(features) if part.travelling else None
-            if travelling is not None:
-                names = [name for name in part.local if name in part.travelling]
-                counts = travelling.length_per_key()
-                ids |= zip(names, travelling.values().split(counts), strict=True)
-            histories = {name: next(features) for name in part.histories}
-            for name, sent in histories.items():
-                num_columns = part.histories[name].history.num_columns
-                ids[name] = sent.values().view(-1, num_columns)[:, 0]
-            local = [ids[name] for name in part.local]
-            joined = torch.cat(local or [torch.empty(0, dtype=torch.int64, device=self._device)])
-            counts = [x.shape[0] for x in local]
-            # From pinned memory: a copy from any other waits for the device.
-            lengths = torch.tensor(counts, dtype=torch.int32, pin_memory=joined.is_cuda)
-            lengths = lengths.to(joined.device, non_blocking=True)
-            yield _Received(
-                travelling,
-                histories,
-                KeyedJaggedTensor(
-                    list(part.local.values()),
-                    joined,
-                    lengths=lengths,
-                    stride=1,
-                    length_per_key=counts,
-                ),
-            )
+    def _ids(self, ctx: EmbeddingCollectionContext, input: KJTList) -> list[KeyedJaggedTensor]:
+        """What each lookup looks up."""
+        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        replicated = dict(zip(self._replicated, ctx.input_features, strict=True))
+        return [(received.ids | replicated)[at] for at in range(len(self._lookups))]
 
-    def _look_up(self, lookup: nn.Module, ids: KeyedJaggedTensor, part: _Part) -> dict[str, Tensor]:
-        """Rows by their names, and ``""`` for none. Gradients of histories are divided by the
-        number of ranks if those that travel are.
-        """
-        counts = ids.length_per_key()
-        rows = lookup(ids)
-        if self.post_lookup_tracker_fn is not None:
-            self.post_lookup_tracker_fn(ids, rows, self, None)
-        rows = rows.view(-1, self._embedding_dim)
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        rows, here = {}, {}
+        for at, (lookup, ids) in enumerate(zip(self._lookups, self._ids(ctx, input), strict=True)):
+            found = lookup(ids)
+            if self.post_lookup_tracker_fn is not None:
+                self.post_lookup_tracker_fn(ids, found, self, None)
+            found = found.view(-1, self._embedding_dim)
+            if at not in self._replicated:
+                rows[at] = found
+                continue
+            names = self._replicated[at]
+            of_features = found.split(ids.length_per_key())
+            of_samples = ids.lengths().view(len(names), -1).unbind()
+            here |= {
+                name: JaggedTensor(values, lengths=lengths)
+                for name, values, lengths in zip(names, of_features, of_samples, strict=True)
+            }
+        staying = [of for of in self._exchange.features if of.stays]
+        parts = [*self._exchange.groups, *([of] for of in staying)]
         share = 1 / self._env.world_size if get_gradient_division() else 1.0
-        shares = [share if name in part.histories else 1.0 for name in part.local]
-        split = _SplitRows.apply(rows, [*counts, 0], [*shares, 1.0])
-        return dict(zip([*part.local, ""], split, strict=True))
+        layout = _Layout(self._exchange.local, received.rows_of_homes, [*rows])
+        of_parts = iter(_Distribute.apply(layout, parts, share, *rows.values()))
+        lengths = received.at_home.lengths().view(len(self._exchange.features), -1).unbind()
+        counts = received.at_home.length_per_key()
+        at_home = {
+            of.name: (of_samples, count)
+            for of, of_samples, count in zip(self._exchange.features, lengths, counts, strict=True)
+        }
+        sent = [
+            self._send_back(received, at_home, of_group, order, next(of_parts))
+            for of_group, order in zip(self._exchange.groups, received.orders, strict=True)
+        ]
+        for of in staying:
+            owned = OwnedRows(
+                next(of_parts),
+                *received.owned[of.name],
+                rows_per_home=[counts.get(of.name, 0) for counts in received.rows_of_homes],
+                samples_per_home=received.samples_of_homes,
+                group=self._group,
+            )
+            here[of.name] = RemoteHistory(*at_home[of.name], owned)
+        return _Rows(here, sent)
 
-    def _history(
+    def _send_back(
         self,
-        history: HistoryFeatures,
+        received: Received,
+        at_home: dict[str, tuple[Tensor, int]],
+        of_group: list[Feature],
+        order: Tensor | None,
         rows: Tensor,
-        context: SequenceShardingContext,
-        sent: KeyedJaggedTensor,
-    ) -> Callable[[], JaggedTensor]:
-        """One history, of the ``rows`` of it that this rank has, to be waited for."""
-        num_columns, at_home = history.num_columns, context.features_before_input_dist
-        assert at_home is not None
-        columns = sent.values().view(-1, num_columns).unbind(1)
-        per_home = [n // num_columns for n in context.output_splits]
-        if not history.stays:
-            per_owner = [n // num_columns for n in context.input_splits]
-            get_values = start_exchange(rows, per_owner, per_home, self._group)
-            order = context.unbucketize_permute_tensor
-
-            def whole() -> JaggedTensor:
-                values = get_values() if order is None else _Permute.apply(get_values(), order)
-                return JaggedTensor(values, lengths=at_home.lengths(), offsets=at_home.offsets())
-
-            return whole
-        samples = context.batch_size_per_rank
-        lengths = sent.lengths().long() // num_columns
-        if not sent.keys():  # of a rank that has no part of the table
-            lengths = lengths.new_zeros(sum(samples))
-        owned = OwnedRows(
-            rows,
-            lengths,
-            places=columns[1].contiguous(),
-            ages=columns[2].contiguous() if history.has_ages else None,
-            prior_weights=columns[-1].contiguous().view(torch.float64).float()
-            if history.has_weights
-            else None,
-            rows_per_home=per_home,
-            samples_per_home=samples,
-            group=self._group,
+    ) -> Callable[[], dict[str, JaggedTensor]]:
+        """The ``rows`` of a group to their samples; of this rank's samples, to be waited for."""
+        names = [of.name for of in of_group]
+        from_owners, to_homes = (
+            [sum(of_rank.get(name, 0) for name in names) for of_rank in of_ranks]
+            for of_ranks in (received.rows_of_owners, received.rows_of_homes)
         )
-        num_rows = at_home.values().shape[0]
-        return functools.partial(RemoteHistory, at_home.lengths(), num_rows, owned)
+        codecs = self._codecs if of_group[0].history is None else None
+        get_rows = start_exchange(rows, from_owners, to_homes, self._group, codecs)
+
+        def wait() -> dict[str, JaggedTensor]:
+            values = get_rows() if order is None else _Permute.apply(get_rows(), order)
+            lengths, counts = zip(*(at_home[name] for name in names), strict=True)
+            return {
+                name: JaggedTensor(x, lengths=of_samples)
+                for name, x, of_samples in zip(names, values.split(counts), lengths, strict=True)
+            }
+
+        return wait
 
 
-def _add_context(
-    ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor, input_dist: nn.Module
-) -> None:
-    ctx.sharding_contexts.append(
-        SequenceShardingContext(
-            features_before_input_dist=features,
-            unbucketize_permute_tensor=getattr(input_dist, "unbucketize_permute_tensor", None),
-        )
-    )
+class _Layout:
+    """How the rows that lookups give are divided into features and homes.
+
+    Args:
+        local: the features, in the order of the lookups.
+        rows_of_homes: how many rows each home has of each.
+        lookups: those that there are.
+    """
+
+    def __init__(
+        self, local: list[Feature], rows_of_homes: list[dict[str, int]], lookups: list[int]
+    ) -> None:
+        self.homes, self.lookups = rows_of_homes, lookups
+        self.ranges: dict[str, tuple[int, int, int]] = {}
+        ends = dict.fromkeys(lookups, 0)
+        for of in local:
+            count = sum(of_home[of.name] for of_home in rows_of_homes)
+            self.ranges[of.name] = lookups.index(of.lookup), ends[of.lookup], count
+            ends[of.lookup] += count
+
+    def part(self, features: list[Feature], rows: Sequence[Tensor]) -> Tensor:
+        """The rows of ``features``, home by home. A copy, unless there is one feature."""
+        names = [of.name for of in features if of.name in self.ranges]
+        if len(names) > 1:
+            pieces = [self._of(name, rows).split(self._counts(name)) for name in names]
+            return torch.cat([*itertools.chain(*zip(*pieces, strict=True))])
+        if names:
+            return self._of(names[0], rows)
+        return rows[self.lookups.index(features[0].lookup)][:0]
+
+    def put_back(
+        self, features: list[Feature], part: Tensor, factor: float, rows: Sequence[Tensor]
+    ) -> None:
+        """Multiply a ``part`` by a factor, and write it where it belongs."""
+        names = [of.name for of in features if of.name in self.ranges]
+        if len(names) == 1:
+            torch.mul(part, factor, out=self._of(names[0], rows))
+            return
+        counts = [of_home[name] for of_home in self.homes for name in names]
+        pieces = part.mul(factor).split(counts)
+        of_names = [pieces[i :: len(names)] for i in range(len(names))]
+        targets = [x for name in names for x in self._of(name, rows).split(self._counts(name))]
+        if targets:
+            torch._foreach_copy_(targets, [*itertools.chain(*of_names)])  # pyright: ignore
+
+    def _of(self, name: str, rows: Sequence[Tensor]) -> Tensor:
+        lookup, start, count = self.ranges[name]
+        return rows[lookup].narrow(0, start, count)
+
+    def _counts(self, name: str) -> list[int]:
+        return [of_home[name] for of_home in self.homes]
 
 
-class _SplitRows(torch.autograd.Function):
-    """``x.split(counts)``, whose gradients are multiplied by ``factors``, in the same copy."""
+class _Distribute(torch.autograd.Function):
+    """Rows of the lookups, as ``parts``, which have each of them once. Gradients are multiplied by
+    ``factor``.
+    """
 
     @staticmethod
-    def forward(ctx, x, counts, factors):
-        ctx.counts, ctx.factors = counts, factors
-        ctx.shape = x.shape
-        return x.split(counts)
+    def forward(ctx, layout, parts, factor, *rows):
+        ctx.layout, ctx.parts, ctx.factor = layout, parts, factor
+        ctx.shapes = [x.shape for x in rows]
+        return tuple(layout.part(features, rows) for features in parts)
 
     @staticmethod
     def backward(ctx, *grads):
-        grad = grads[0].new_empty(ctx.shape)
-        for part, of_part, factor in zip(grad.split(ctx.counts), grads, ctx.factors, strict=True):
-            torch.mul(of_part, factor, out=part)
-        return grad, None, None
+        rows = [grads[0].new_empty(shape) for shape in ctx.shapes]
+        for features, grad in zip(ctx.parts, grads, strict=True):
+            ctx.layout.put_back(features, grad, ctx.factor, rows)
+        return None, None, None, *rows
 
 
 class _Permute(torch.autograd.Function):
@@ -563,7 +372,9 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
-        if not histories_of(module) or env.world_size == 1:
+        kinds = {params[config.name].sharding_type for config in module.embedding_configs()}
+        is_replicated = kinds == {ShardingType.DATA_PARALLEL.value}
+        if not histories_of(module) or env.world_size == 1 or is_replicated:
             return super().shard(module, params, env, device, module_fqn)
         for config in module.embedding_configs():
             kind = params[config.name].sharding_type

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.types import LazyAwaitable, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.arguments import TargetArguments
@@ -83,21 +83,40 @@ class RemoteHistory(JaggedTensor):
 
 
 class _Transfer:
-    """An all-to-all under way."""
+    """All-to-alls, one at a time: of values, and later of their gradients.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    Args:
+        group: of the ranks.
+        codecs: that encode what is sent.
+    """
 
-    def start(self, x: Tensor, received: list[int], sent: list[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
+        self._group, self._codecs = group, codecs
+
+    def start(self, x: Tensor, received: list[int], sent: list[int], is_grad: bool) -> None:
+        self._shape, self._codec = x.shape[1:], None
+        x = x.contiguous()
+        if self._codecs is not None:
+            codec = self._codecs.backward if is_grad else self._codecs.forward
+            context, width = codec.create_context(), self._shape.numel()
+            x = codec.encode(x.flatten(), context)
+            received, sent = (
+                [codec.calc_quantized_size(n * width, context) for n in counts]
+                for counts in (received, sent)
+            )
+            self._codec = codec, context
         self._out = x.new_empty(sum(received), *x.shape[1:])
         self._work: Any = dist.all_to_all_single(
-            self._out, x.contiguous(), received, sent, group=self._group, async_op=True
+            self._out, x, received, sent, group=self._group, async_op=True
         )
 
     def finish(self) -> Tensor:
         self._work.wait()
         out = self._out
-        del self._out, self._work
+        if self._codec is not None:
+            codec, context = self._codec
+            out = codec.decode(out, context).view(-1, *self._shape)
+        del self._out, self._work, self._codec
         return out
 
 
@@ -107,7 +126,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, transfer, received, sent):
         ctx.transfer = transfer
-        transfer.start(x, received, sent)
+        transfer.start(x, received, sent, is_grad=False)
         return x.new_empty(0)
 
     @staticmethod
@@ -125,17 +144,21 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.transfer.start(grad, *ctx.sizes)
+        ctx.transfer.start(grad, *ctx.sizes, is_grad=True)
         return grad.new_empty(0), None, None, None
 
 
 def start_exchange(
-    x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    x: Tensor,
+    received: list[int],
+    sent: list[int],
+    group: dist.ProcessGroup,
+    codecs: QuantizedCommCodecs | None = None,
 ) -> Callable[[], Tensor]:
     """Start an all-to-all of ``sent[r]`` rows to each rank ``r`` and ``received[r]`` from it, in
     their order; and of gradients the other way. Returns a function that waits for the result.
     """
-    transfer = _Transfer(group)
+    transfer = _Transfer(group, codecs)
     started = _Start.apply(x, transfer, received, sent)
     return functools.partial(_Finish.apply, started, transfer, received, sent)
 

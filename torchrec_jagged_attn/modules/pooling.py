@@ -20,7 +20,7 @@ from torchrec_jagged_attn.modules.batch_checks import (
     of_each_sample,
 )
 from torchrec_jagged_attn.modules.config import TargetAttentionConfig, find_feature, looked_up
-from torchrec_jagged_attn.modules.history_sharding import HistoryFeatures
+from torchrec_jagged_attn.modules.id_exchange import HistoryFeatures
 from torchrec_jagged_attn.modules.requests import repeat_per_candidate
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
