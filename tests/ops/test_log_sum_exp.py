@@ -27,7 +27,11 @@ def joined(out, lse):
 
 
 def attend(**inputs):
-    return joined(*attend_with_lse(arguments_of(inputs, scale=SCALE)))
+    """The gradient of a log-sum-exp that is ``-inf`` is NaN, which counts nothing."""
+    out, lse = attend_with_lse(arguments_of(inputs, scale=SCALE))
+    if lse.requires_grad:
+        lse.register_hook(lambda grad: grad.masked_fill(lse == -torch.inf, torch.nan))
+    return joined(out, lse)
 
 
 def attend_by_owner(owners, **inputs):

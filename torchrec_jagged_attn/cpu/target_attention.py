@@ -46,6 +46,8 @@ def backward(
     Those of the bias and of the history are made whether they are asked for or not; but that of
     rows of codes is ``None``.
     """
+    if grad_lse is not None:
+        grad_lse = grad_lse.masked_fill(outputs.stats[1] == 0, 0).flatten(0, -2)
     # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
     query = args.query.to(attention.compute_dtype(args.query))
     if args.query_offsets is None:
@@ -56,9 +58,7 @@ def backward(
         grad_rows = rows.new_zeros(rows.shape, dtype=attention.compute_dtype(rows))
     grads = attention.backward(
         grad_out.flatten(0, -3), _over_rows(args, query, rows), None, grad_rows.unsqueeze(1), None,
-        more=_additions(args)._replace(
-            grad_lse=None if grad_lse is None else grad_lse.flatten(0, -2)
-        ),
+        more=_additions(args)._replace(grad_lse=grad_lse),
     )  # fmt: skip
     grad_query = grads.q.view(query.shape)
     if query.shape != args.query.shape:  # one that all samples share

@@ -291,8 +291,8 @@ def backward(
 ) -> TargetGradients:
     """Gradients of :func:`forward`.
 
-    ``grad_lse`` is that of the log-sum-exps, in the shape and dtype of ``outputs.stats[0]``, and
-    zero where nothing is seen.
+    ``grad_lse`` is that of the log-sum-exps, in the shape and dtype of ``outputs.stats[0]``. Where
+    nothing is seen, it counts as zero.
     """
     if not args.for_backward:
         raise ValueError(
@@ -352,7 +352,6 @@ def _backward_with_lse(
     needs: TargetArguments,
 ) -> TargetGradients:
     seen = TargetOutputs(outputs.out, outputs.residual, outputs.stats)
-    grad_lse = grad_lse.contiguous().masked_fill(outputs.stats[1].le(0), 0)
     return backward(grad_out, args, seen, needs, grad_lse=grad_lse)
 
 

@@ -185,8 +185,8 @@ def backward(
     """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
 
     That of the history always, but, where it is read by indices, if ``needs_history``; where it is
-    packed codes, it is ``None``. ``grad_lse`` is that of log-sum-exps, zero where nothing is
-    seen.
+    packed codes, it is ``None``. ``grad_lse`` is that of log-sum-exps: where nothing is seen, it
+    counts as zero.
     ``listing`` was given to the kernel that made ``grad_out``.
     """
     launch = _Launch(args, listing, backward=True)
@@ -275,7 +275,7 @@ def _launch_backward(
     if num_slots and has_queries:
         _combine_gradients(
             (num_slots, plan.column_blocks),
-            (sums, outputs, grads, samples, *launch.sizes[:2], scale),
+            (sums, outputs, grads, samples, *launch.sizes, scale),
             plan.combine,
         )
     by_row = (grads.history, grads.bias, grads.tables)

@@ -177,7 +177,7 @@ def backward_kernel(
         of_tile: gl.constexpr = [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N]
         of_rows = gl.allocate_shared_memory(part_type, of_tile, ring_layout(C.BLOCK_N, part_type))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
-        grad_lse = load_grad_lse(outputs, row, count, r)
+        grad_lse = load_grad_lse(outputs, row, inverse, r)
         if grad_lse is not None:
             delta -= grad_lse[:, None]
         store_delta(grads, gl.sum(delta, 1), row, r, count, chunk)

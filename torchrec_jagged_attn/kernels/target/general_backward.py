@@ -64,11 +64,13 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def _load_grad_lse(outputs, rows, mask):
-    """Gradients of log-sum-exps, which those of scores add up to, of ``rows``; None without."""
+def _load_grad_lse(outputs, rows, inverse):
+    """Gradients of log-sum-exps, which those of scores add up to, of ``rows``; None without. Zero
+    where nothing is seen, of which the ``inverse`` is.
+    """
     grad_lse = None
     if outputs.grad_lse is not None:
-        grad_lse = tl.load(outputs.grad_lse + rows, mask=mask, other=0.0)
+        grad_lse = tl.load(outputs.grad_lse + rows, mask=inverse != 0, other=0.0)
     return grad_lse
 
 
@@ -129,7 +131,7 @@ def _load_block(
     maximum, inverse = load_stats(outputs.stats, num_rows, work.row + r, r < work.count)
     draws = query_draws(dropout_ptr, work.row + r)
     if outputs.grad_lse is not None:
-        delta -= _load_grad_lse(outputs, work.row + r, r < work.count)
+        delta -= _load_grad_lse(outputs, work.row + r, inverse)
     return Queries(q, grad_out, delta, maximum, inverse, draws), out
 
 
@@ -164,7 +166,7 @@ def grad_query_kernel(
     queries, out = _load_block(
         query_ptr, grad_out_ptr, biases.dropout, outputs, num_rows, work, r, d, C
     )
-    grad_lse = _load_grad_lse(outputs, row + r, r < count)
+    grad_lse = _load_grad_lse(outputs, row + r, queries.inverse)
     delta = queries.delta
     alone = (work.end - work.begin == 1) & (work.slot < 0)
 
@@ -237,7 +239,7 @@ def grad_history_kernel(
         queries, _ = _load_block(
             query_ptr, grad_out_ptr, biases.dropout, outputs, num_rows, work, r, d, C
         )
-        grad_lse = _load_grad_lse(outputs, row + r, r < count)
+        grad_lse = _load_grad_lse(outputs, row + r, queries.inverse)
         acc_query = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
 
     index = tl.arange(0, C.BLOCK_N)
@@ -276,7 +278,7 @@ def grad_history_kernel(
                     C.H, C.P, C.A, C.PRIOR,
                 )  # fmt: skip
                 draws = query_draws(biases.dropout, row + rows)
-                grad_lse = _load_grad_lse(outputs, row + rows, rows < count)
+                grad_lse = _load_grad_lse(outputs, row + rows, inverse)
                 queries = Queries(q, grad_out, delta, maximum, inverse, draws)
                 p, ds = _score_gradients(
                     queries, grad_lse, x, n, biases, bias, visible, alone, scale, C

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common.jagged import count_chunks, find_sample
-from torchrec_jagged_attn.kernels.common.softmax import LOG2E, store_stats
+from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats, store_stats
 from torchrec_jagged_attn.kernels.target.schedule import (
     load_queries,
     query_rows,
@@ -85,7 +85,7 @@ def combine_outputs_kernel(
     store_stats(outputs.stats, num_rows, first + r, r < count, maximum, total)
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets"])
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def combine_gradients_kernel(
     sums,  # Sums; ``weights`` is None where one block and pass serve all samples
     outputs,  # Outputs
@@ -93,6 +93,7 @@ def combine_gradients_kernel(
     samples,  # Samples
     num_samples,
     num_targets,
+    num_rows,
     scale,
     C: tl.constexpr,  # Constants
 ):
@@ -114,7 +115,8 @@ def combine_gradients_kernel(
                 ptrs = sums.weights + slot * room + local
                 ds_total += tl.load(ptrs, mask=local < room, other=0.0)
             if outputs.grad_lse is not None:
-                ds_total -= tl.load(outputs.grad_lse + first + r, mask=r < count, other=0.0)
+                _, inverse = load_stats(outputs.stats, num_rows, first + r, r < count)
+                ds_total -= tl.load(outputs.grad_lse + first + r, mask=inverse != 0, other=0.0)
             out = load_queries(outputs.out, first, r, count, d, C.D)
             acc -= ds_total[:, None] * out.to(tl.float32)
             if tl.program_id(1) == 0:

@@ -321,7 +321,7 @@ def backward_kernel(
             delta = _delta_of_parts(outputs, both, row, count, C)
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
-        grad_lse = load_grad_lse(outputs, row, count, r)
+        grad_lse = load_grad_lse(outputs, row, inverse, r)
         if grad_lse is not None:
             delta -= grad_lse[None, :]
         store_delta(grads, gl.sum(delta, 0), row, r, count, chunk)

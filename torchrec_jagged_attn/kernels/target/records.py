@@ -86,8 +86,7 @@ class Outputs(NamedTuple):
         out: ``[rows, D]``.
         residual: ``[rows, D]``.
         stats: ``[2, rows]`` fp32.
-        grad_lse: ``[rows]`` fp32, the gradient of log-sum-exps, zero where nothing is seen; of
-            backward alone.
+        grad_lse: ``[rows]`` fp32, the gradient of log-sum-exps; of backward alone.
     """
 
     out: Any

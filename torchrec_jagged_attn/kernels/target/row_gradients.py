@@ -172,7 +172,7 @@ def _add_pairs(
         p = tl.exp2((scores - maximum) * LOG2E) * inverse
         of_alone = 0.0
         if queries.grad_lse is not None:
-            of_alone = p * tl.load(queries.grad_lse + own_row, mask=visible, other=0.0)
+            of_alone = p * tl.load(queries.grad_lse + own_row, mask=inverse != 0, other=0.0)
         ds = tl.where(length == 1, of_alone, p * (dp - delta))
     else:
         exact: tl.constexpr = queries.query.dtype.element_ty == tl.float32

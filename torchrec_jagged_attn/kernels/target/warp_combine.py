@@ -75,11 +75,11 @@ def load_stats(outputs, num_rows, row, count, r):
 
 
 @gluon.jit
-def load_grad_lse(outputs, row, count, r):
-    """Gradients of the log-sum-exps of the query rows ``r``, or None."""
+def load_grad_lse(outputs, row, inverse, r):
+    """Gradients of log-sum-exps of the query rows ``r``, zero where nothing is seen; or None."""
     grad_lse = None
     if outputs.grad_lse is not None:
-        grad_lse = gl.load(outputs.grad_lse + row + r, mask=r < count, other=0.0)
+        grad_lse = gl.load(outputs.grad_lse + row + r, mask=inverse != 0, other=0.0)
     return grad_lse
 
 

@@ -27,6 +27,7 @@ from torchrec_jagged_attn.kernels.target.warp_combine import (
     combine_queries,
     is_last_chunk,
     load_grad_lse,
+    load_stats,
 )
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     LN2,
@@ -142,11 +143,10 @@ def backward_kernel(
         out += load_rows(outputs.residual, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
         delta = gl.convert_layout(gl.sum(grad_out * out, 1), by_query)[None, :]
         r = gl.arange(0, C.BLOCK_R, by_query)
-        grad_lse = load_grad_lse(outputs, row, count, r)
+        maximum, inverse = load_stats(outputs, num_rows, row, count, r)
+        grad_lse = load_grad_lse(outputs, row, inverse, r)
         if grad_lse is not None:
             delta -= grad_lse[None, :]
-        maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)
-        inverse = gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
         shift = (maximum * LOG2E - gl.log2(inverse))[None, :]  # weights beyond count are zero
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (slot < 0)
