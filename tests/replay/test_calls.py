@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -26,6 +27,7 @@ from torchrec_jagged_attn import (
     layout,
 )
 from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
     interaction_gradients,
@@ -635,6 +637,36 @@ def test_bits_of_targets_that_are_not_contiguous(device, monkeypatch):
     attend, leaves, rest = of_materialized_module(LENGTHS[0], device)
     leaves["target"] = leaves["target"].detach().T.contiguous().T
     assert_replayed(lambda *_: (attend, leaves, rest), LENGTHS[0], device, monkeypatch)
+
+
+@pytest.fixture
+def group(device):
+    """Of one rank."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("value_projection", [True, False])
+def test_rows_that_stay(value_projection, group, device, monkeypatch, programs):
+    """Numbers of queries differ from batch to batch, and are no strides."""
+    width = 40 if value_projection else 48  # of no other test: the kinds are new
+    module = make_module(width, 2, value_projection=value_projection, device=device)
+    for num_targets, lengths in (([2, 0, 1], [3, 0, 5]), ([1, 3, 2, 1], [1, 9, 2, 30])):
+        rows = draw(sum(lengths), width, device=device)
+        of_rows = torch.tensor(lengths, device=device)
+        places = torch.cat([torch.arange(-n, 0, device=device) for n in lengths])
+        counts = [sum(lengths)], [len(lengths)]
+        owned = OwnedRows(rows, of_rows, places, None, None, *counts, group)
+        target = JaggedTensor(
+            draw(sum(num_targets), width, device=device), offsets=offsets_of(num_targets, device)
+        )
+        with must_replay(monkeypatch):
+            out = module(target, RemoteHistory(of_rows, sum(lengths), owned)).wait()
+            out.square().sum().backward()
+        assert len(programs) == 2
+        assert None not in programs
 
 
 def test_lengths_among_strides(device, monkeypatch, programs):

@@ -269,8 +269,8 @@ def _attend_in_steps(
     # As an owner: of the samples and queries of all homes.
     of_heads = options.num_heads, w_k.shape[0] // options.num_heads
     with autocast_off(owned.rows):
-        q = get_q().unflatten(1, of_heads)
-        u = torch.einsum("rhe,hed->rhd", q, w_k.unflatten(0, of_heads)).to(owned.rows.dtype)
+        u = _by_head(get_q(), w_k.unflatten(0, of_heads)).to(owned.rows.dtype)
+        u = u.unflatten(1, (options.num_heads, -1))
         attend = functools.partial(_attend, learned, options, of_heads[1] ** -0.5)
         if ends is None:
             pooled, lse = attend(u, counts, owned)
@@ -285,35 +285,45 @@ def _attend_in_steps(
             )
             pooled, lse = map(torch.cat, zip(*itertools.starmap(attend, of_homes), strict=True))
         if w_v is None:  # the columns of each head
-            values = pooled.unflatten(2, of_heads).diagonal(dim1=1, dim2=2).transpose(1, 2)
+            values = pooled.unflatten(2, of_heads).diagonal(dim1=1, dim2=2).mT.flatten(1)
         else:
-            by_head = w_v.unflatten(0, of_heads)
-            values = torch.einsum("rhd,hed->rhe", pooled.to(dtype), by_head)
+            values = _by_head(pooled.flatten(1).to(dtype), w_v.unflatten(0, of_heads).mT)
         sums = torch.promote_types(values.dtype, torch.float32)
-        parts = torch.cat([values.flatten(1).to(sums), lse.to(sums)], dim=1)
+        parts = torch.cat([values.to(sums), lse.to(sums)], dim=1)
 
         # As a home: of its own queries.
-        parts = queries.from_owners(parts)[:, :num_queries]
+        parts = queries.from_owners(parts)
+        if missing:
+            parts = parts[:, :num_queries]
         values, lse = parts.split([w_k.shape[0], lse.shape[1]], dim=2)
         if options.score == "softmax":
             # Of finite logarithms the softmax is finite, too, where no owner has a row that counts.
-            weights = torch.softmax(lse.clamp_min(torch.finfo(sums).min), 0).unsqueeze(-1)
+            least = torch.finfo(sums).min
+            weights = torch.softmax(F.threshold(lse, least, least), 0).unsqueeze(-1)
             values = (values.unflatten(2, of_heads) * weights).flatten(2)
         out = values.sum(0).to(dtype)
         if learned.out_weight is not None:
             if b_v is not None:
                 if options.score == "softmax":
-                    is_filled = (lse != -torch.inf).any(0).any(1)
+                    is_filled = lse.amax((0, 2)) != -torch.inf
                 else:
                     is_filled = history.lengths() > 0
                     if query_offsets is not None:
                         is_filled = is_filled.repeat_interleave(
                             query_offsets.diff(), output_size=num_queries
                         )
-                out = out + is_filled.unsqueeze(1).to(dtype) * b_v
+                out = out + is_filled.unsqueeze(1) * b_v
             b_out = None if learned.out_bias is None else learned.out_bias.to(dtype)
             out = F.linear(out, learned.out_weight.to(dtype), b_out)
     yield out
+
+
+def _by_head(x: Tensor, weight: Tensor) -> Tensor:
+    """``[R, H · E]`` times the ``[H, E, D]`` of each head: ``[R, H · D]``. Both it and the gradient
+    of ``x`` are contiguous, whatever ``R`` is: attention is recorded anew for other strides.
+    """
+    x = x.unflatten(1, weight.shape[:2]).transpose(0, 1)
+    return torch.bmm(x, weight).transpose(0, 1).flatten(1)
 
 
 def _projections(
