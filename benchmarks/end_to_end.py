@@ -8,8 +8,8 @@
 autocast and lookups in bf16. A batch has 26 pooled features of one id, an item and its histories,
 whose lengths are log-normal and clipped at four times their mean. With ``--candidates 32``, so many
 samples are candidates of one request, and have its histories and features. On several ranks, the
-item table is sharded in each of the ways that ``--sharding`` names, the others are spread table by
-table. Adam is for all else than the tables.
+item table, and what is looked up in one with it, is sharded in each of the ways that ``--sharding``
+names, the others are spread table by table. Adam is for all else than the tables.
 
 Output and gradients of each attention are first held against fp64. A model is made once for each
 provider and sharding, and goes through all mean lengths; all go through the same batches, and none
@@ -115,6 +115,7 @@ class Training:
         *,
         sharding: str = SHARDINGS[0],
         cuda_graph: bool = False,
+        fused: bool = False,
         warmup: int = WARMUP,
     ) -> None:
         self.name, self.sharding, self.device = name, sharding, device
@@ -124,7 +125,13 @@ class Training:
         torch.manual_seed(0)
         model = make_model(self.provider, sizes)
         self.pipeline = make_pipeline(
-            self.provider, model, sizes.batch, device, sharding=sharding, cuda_graph=cuda_graph
+            self.provider,
+            model,
+            sizes.batch,
+            device,
+            sharding=sharding,
+            cuda_graph=cuda_graph,
+            fused=fused,
         )
         self.use(sizes)
         self.held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
@@ -237,7 +244,7 @@ class Training:
 
 
 def labels_of(
-    sizes: Sizes, sharding: str = SHARDINGS[0], cuda_graph: bool = False
+    sizes: Sizes, sharding: str = SHARDINGS[0], cuda_graph: bool = False, fused: bool = False
 ) -> dict[str, Any]:
     """Which case it is: what tells measurements of one provider apart."""
     gpus = dist.get_world_size()
@@ -250,6 +257,7 @@ def labels_of(
         "heads": check_target_heads(None, sizes.width),
         "gpus": gpus,
         "dense_layers": "CUDA graphs" if cuda_graph else "eager",
+        "pipeline": "fused" if fused else "",
     }
 
 
@@ -265,9 +273,16 @@ class Measurement:
     """
 
     def __init__(
-        self, device: torch.device, csv: Path, traces: Path | None = None, cuda_graph: bool = False
+        self,
+        device: torch.device,
+        csv: Path,
+        traces: Path | None = None,
+        *,
+        cuda_graph: bool = False,
+        fused: bool = False,
     ) -> None:
-        self.device, self.csv, self.traces, self.cuda_graph = device, csv, traces, cuda_graph
+        self.device, self.csv, self.traces = device, csv, traces
+        self.way = {"cuda_graph": cuda_graph, "fused": fused}
         self.trainings: dict[Key, Training] = {}
         self.left: list[str] = []
 
@@ -312,9 +327,7 @@ class Measurement:
 
     def build(self, key: Key, sizes: Sizes) -> None:
         name, sharding = key
-        self.trainings[key] = Training(
-            name, sizes, self.device, sharding=sharding, cuda_graph=self.cuda_graph
-        )
+        self.trainings[key] = Training(name, sizes, self.device, sharding=sharding, **self.way)
         clear_memory()
 
     def in_turns(self, sizes: Sizes, keys: list[Key], do: Callable[[Training], None]) -> None:
@@ -357,7 +370,7 @@ class Measurement:
 
     def add(self, key: Key, sizes: Sizes, rows: list[dict[str, Any]]) -> None:
         name, sharding = key
-        label = {**labels_of(sizes, sharding, self.cuda_graph), **measured_with(), "provider": name}
+        label = {**labels_of(sizes, sharding, **self.way), **measured_with(), "provider": name}
         if dist.get_rank() == 0:
             add(self.csv, [{**label, **row} for row in rows])
 
@@ -398,6 +411,8 @@ def add_sizes(parser: argparse.ArgumentParser, *, means: list[int]) -> None:
     )
     of_sizes.add_argument("--skew", type=number(float, 1, 100), default=Sizes.skew,
                           help="of ids; 1 is none")  # fmt: skip
+    of_sizes.add_argument("--by-popularity", action="store_true",
+                          help="ids are in this order, not hashed")  # fmt: skip
 
 
 def sizes_of(args: argparse.Namespace) -> list[Sizes]:
@@ -411,6 +426,7 @@ def sizes_of(args: argparse.Namespace) -> list[Sizes]:
             args.batch or BATCHES[max(m for m in BATCHES if m <= max(mean, min(BATCHES)))],
             **of_requests,
             skew=args.skew,
+            by_popularity=args.by_popularity,
         )
         for mean in args.mean
     ]
@@ -432,6 +448,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="whose median is a step's time")
     parser.add_argument("--cuda-graph", action="store_true",
                         help="dense layers are CUDA graphs in all models")
+    parser.add_argument("--fused", action="store_true",
+                        help="in a TrainPipelineFusedSparseDist, which starts lookups earlier")
     parser.add_argument("--traces", type=Path, help="a folder for the profiles, for Perfetto")
     # fmt: on
     add_sizes(parser, means=[*BATCHES])
@@ -444,8 +462,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if sizes.candidate_features > sizes.features:
             parser.error(f"--candidate-features must be at most all {sizes.features} features, "
                          f"got {sizes.candidate_features}")  # fmt: skip
-    if args.cuda_graph and not torch.cuda.is_available():
-        parser.error("--cuda-graph needs a GPU, got none")
+    for option in ("cuda_graph", "fused"):
+        if getattr(args, option) and not torch.cuda.is_available():
+            parser.error(f"--{option.replace('_', '-')} needs a GPU, got none")
     if args.cuda_graph and len({sizes.batch for sizes in all_sizes}) > 1:
         parser.error("--cuda-graph must go with batches of one size: give --batch")
     return args
@@ -461,7 +480,7 @@ def main(argv: list[str] | None = None) -> int:
         shardings = args.sharding if dist.get_world_size() > 1 else [SHARDINGS[0]]
 
         def known(sizes: Sizes, sharding: str) -> pd.DataFrame:
-            return matching(csv, labels_of(sizes, sharding, args.cuda_graph))
+            return matching(csv, labels_of(sizes, sharding, args.cuda_graph, args.fused))
 
         missing = {
             sizes: [
@@ -473,7 +492,9 @@ def main(argv: list[str] | None = None) -> int:
             for sizes in sizes_of(args)
         }
         dist.barrier()  # before anything is added
-        measurement = Measurement(device, csv, args.traces, args.cuda_graph)
+        measurement = Measurement(
+            device, csv, args.traces, cuda_graph=args.cuda_graph, fused=args.fused
+        )
         if missing := {sizes: keys for sizes, keys in missing.items() if keys}:
             measurement.run(missing, args.rounds)
         if dist.get_rank() == 0:

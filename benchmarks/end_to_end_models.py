@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import functools
 import gc
+import itertools
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline import TrainPipelineFusedSparseDist
 from torchrec.distributed.types import ModuleSharder
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -70,7 +73,10 @@ class Sizes:
         feature_rows: of each of their tables.
         item_rows: of the table of the item and its histories.
         width: columns of all tables.
-        skew: how uneven ids are: one of ``n`` rows is ``n · u ** skew``, ``u`` uniform.
+        skew: how uneven ids are: by popularity, one of ``n`` rows is ``n · u ** skew``, ``u``
+            uniform.
+        by_popularity: whether the table is in this order. Else popular rows lie all over it, as
+            where ids are hashed.
         dense: widths of the layers for dense features; ``width`` follows.
         over: widths of the layers after the interaction.
     """
@@ -85,6 +91,7 @@ class Sizes:
     item_rows: int = 5_000_000
     width: int = 128
     skew: float = 3.0
+    by_popularity: bool = False
     dense: tuple[int, ...] = (512, 256)
     over: tuple[int, ...] = (1024, 1024, 512, 256, 1)
 
@@ -166,7 +173,11 @@ def _draw(sizes: Sizes, generator: torch.Generator, by_request: bool) -> Batch:
     def ids(key: str, number: int) -> Tensor:
         rows = sizes.feature_rows if key.startswith("feature") else sizes.item_rows
         drawn = torch.rand(number, generator=generator, dtype=torch.float64)
-        return drawn.pow_(sizes.skew).mul_(rows).long()
+        by_popularity = drawn.pow_(sizes.skew).mul_(rows).long()
+        if sizes.by_popularity:
+            return by_popularity
+        stride = next(n for n in itertools.count(round(0.618 * rows)) if math.gcd(n, rows) == 1)
+        return by_popularity * stride % rows
 
     values, lengths = [], []
     for key in sizes.keys_of_requests:
@@ -266,14 +277,17 @@ def make_pipeline(
     *,
     sharding: str = "row_wise",
     cuda_graph: bool = False,
+    fused: bool = False,
     table_lr: float = 0.01,
 ) -> TrainPipelineSparseDist:
     """A model of ``provider``, sharded, with its optimizers.
 
     Args:
         batch: samples of a step, of each rank.
-        sharding: of the largest table; others are spread table by table.
+        sharding: of the largest table, and of all that one lookup looks up with it; others are
+            spread table by table.
         cuda_graph: whether dense layers are replayed.
+        fused: whether it is a ``TrainPipelineFusedSparseDist``.
         table_lr: learning rate of RowWiseAdagrad.
     """
     if cuda_graph:
@@ -292,7 +306,11 @@ def make_pipeline(
         batch_size=batch,
         constraints={
             table.name: ParameterConstraints(
-                sharding_types=[sharding if table is largest and ranks > 1 else "table_wise"],
+                sharding_types=[
+                    sharding
+                    if ranks > 1 and (table is largest or provider.single_ids)
+                    else "table_wise"
+                ],
                 compute_kernels=[EmbeddingComputeKernel.FUSED.value],
             )
             for table in tables
@@ -307,9 +325,8 @@ def make_pipeline(
     )
     optimizer = CombinedOptimizer([sharded.fused_optimizer, adam])
     # Modules before the lookups are pipelined if it is told so.
-    return TrainPipelineSparseDist(
-        sharded, optimizer, device, pipeline_postproc=provider.budget < 1
-    )
+    make = TrainPipelineFusedSparseDist if fused else TrainPipelineSparseDist
+    return make(sharded, optimizer, device, pipeline_postproc=provider.budget < 1)
 
 
 def make_sharders(provider: Provider, device: torch.device) -> list[ModuleSharder]:

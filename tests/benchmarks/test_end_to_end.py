@@ -457,6 +457,7 @@ def test_curves_that_stand_are_not_trained_again(few_events, tmp_path, capsys):
         (["--quick", "--candidates", "3"], "--candidates must divide the batch 16, got 3"),
         (["--quick", "--candidate-features", "4"], "must be at most all 3 features, got 4"),
         pytest.param(["--cuda-graph"], "--cuda-graph needs a GPU, got none", marks=NO_GPU),
+        pytest.param(["--fused"], "--fused needs a GPU, got none", marks=NO_GPU),
     ],
 )
 def test_bad_options_are_refused(options, message, capsys):

@@ -324,9 +324,9 @@ def _bags(keys: list[str], pieces: list[list[Tensor]], columns: Tensor) -> Keyed
     ids = torch.cat([columns.new_empty(0), *itertools.chain(*pieces)])
     counts = [sum(piece.numel() for piece in of_feature) for of_feature in pieces]
     # From pinned memory: a copy from any other waits for the device.
-    lengths = torch.tensor(counts, dtype=torch.int32, pin_memory=ids.is_cuda)
-    lengths = lengths.to(ids.device, non_blocking=True)
-    return KeyedJaggedTensor(keys, ids, lengths=lengths, stride=1, length_per_key=counts)
+    offsets = torch.tensor([0, *itertools.accumulate(counts)], pin_memory=ids.is_cuda)
+    offsets = offsets.to(ids.device, non_blocking=True)
+    return KeyedJaggedTensor(keys, ids, offsets=offsets, stride=1, length_per_key=counts)
 
 
 def _ages(batch: KeyedJaggedTensor, of: HistoryFeatures, sample: Tensor) -> Tensor:
