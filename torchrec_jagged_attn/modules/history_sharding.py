@@ -137,20 +137,20 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         if has_no_sample(features):
             features = one_sample_without_ids(features)
         with torch.no_grad():
-            sent = features.permute(*self._order(features, -1))
             ctx.input_features += [
                 features.permute(*self._order(features, at)) for at in self._replicated
             ]
-            sizes: Any = self._exchange.start(sent, features)
+            sizes: Any = self._exchange.start(features)
         return KJTListSplitsAwaitable([sizes], ctx)
 
     def _order(self, features: KeyedJaggedTensor, lookup: int) -> tuple[list[int], Tensor]:
-        """Where the features of a lookup whose tables are replicated are, or, of -1, all others."""
+        """Where the features of a lookup are whose tables are replicated."""
         keys = tuple(features.keys())
         if keys not in self._orders:
-            wanted = {at: [*names.values()] for at, names in self._replicated.items()}
-            wanted[-1] = [of.key for of in self._exchange.features]
-            orders = {at: [keys.index(key) for key in of] for at, of in wanted.items()}
+            orders = {
+                at: [keys.index(key) for key in names.values()]
+                for at, names in self._replicated.items()
+            }
             device = features.values().device
             self._orders[keys] = {
                 at: (order, torch.tensor(order, dtype=torch.int32, device=device))

@@ -24,6 +24,7 @@ from torchrec_jagged_attn.modules.batch_checks import check_equal_lengths, check
 __all__ = ["Feature", "HistoryFeatures", "IdExchange", "OwnedIds", "Received"]
 
 LARGEST = torch.iinfo(torch.int64).max
+LARGEST_ID = LARGEST // 2
 
 
 class HistoryFeatures(NamedTuple):
@@ -166,7 +167,7 @@ class IdExchange:
         blocks = [(rank, of) for rank in ranks for of in self._of_ranks[rank]]
         self._blocks = blocks
         at = {(rank, of.name): block for block, (rank, of) in enumerate(blocks)}
-        shifts = torch.zeros(len(self.features), group.size(), dtype=torch.int64)
+        shifts = torch.zeros(len(self.features), group.size(), dtype=torch.int32)
         for i, of in enumerate(self.features):
             for shard, rank in enumerate(of.owners):
                 shifts[i, shard] = at[rank, of.name] - i
@@ -176,8 +177,7 @@ class IdExchange:
             for rank in ranks
             for block in [*(at[rank, of.name] for of in self._of_ranks[rank]), len(blocks)]
         ]
-        self._shifts, self._sizes = shifts.flatten().to(device), torch.tensor(sizes, device=device)
-        self._last_shard = torch.tensor([len(of.owners) - 1 for of in self.features], device=device)
+        self._shifts, self._sizes = shifts.to(device), torch.tensor(sizes, device=device)
         self._rows_per_shard = torch.tensor(
             [of.rows_per_owner if len(of.owners) > 1 else LARGEST for of in self.features],
             device=device,
@@ -188,35 +188,51 @@ class IdExchange:
         self.sizes_per_rank = [len(of_rank) + 1 for of_rank in self._of_ranks]
         self.staying_per_rank = [sum(of.stays for of in of_rank) for of_rank in self._of_ranks]
 
-    def start(self, features: KeyedJaggedTensor, batch: KeyedJaggedTensor) -> _Sizes:
-        """Sort the ids of ``features``, of a ``batch``, and send how many there are."""
+    def start(self, batch: KeyedJaggedTensor) -> _Sizes:
+        """Sort the ids of the features of a ``batch``, and send how many there are."""
+        features = self._select(batch)
         num_samples, num_blocks = features.stride(), len(self._blocks)
-        cell = torch.repeat_interleave(features.lengths(), output_size=features.values().numel())
+        lengths = features.lengths().int()
+        cell = torch.repeat_interleave(lengths, output_size=features.values().numel())
         feature = cell // num_samples
         # FBGEMM checks bounds, but takes -1 for no row: ids below zero come to lie above all.
-        ids = features.values().long() & LARGEST
+        ids = features.values().long() & LARGEST_ID
         rows_per_shard = self._rows_per_shard[feature]
-        shard = torch.minimum(ids // rows_per_shard, self._last_shard[feature])
+        shard = (ids // rows_per_shard).clamp_(max=self.group.size() - 1)
         ids -= shard * rows_per_shard
-        shift = self._shifts[feature * self.group.size() + shard]
-        key = (shift * num_samples + cell).int()
+        key = torch.add(cell, self._shifts[feature, shard], alpha=num_samples)
         in_order, order = key.sort(stable=True)
         cells = torch.arange(num_blocks * num_samples + 1, dtype=torch.int32, device=self.device)
         ends = torch.searchsorted(in_order, cells)
         of_blocks = ends[::num_samples].diff()
         columns = [x[order] for x in (ids, *self._columns(features, batch, cell))]
         sizes = torch.cat([of_blocks, of_blocks.new_full((1,), num_samples)])[self._sizes]
-        lengths = None
+        counts = None
         if self._has_places:
-            lengths = ends.diff().int().view(num_blocks, num_samples)[self._staying_blocks]
+            counts = ends.diff().int().view(num_blocks, num_samples)[self._staying_blocks]
         return _Sizes(
             self,
             features,
             [self._order(of_group, features, key) for of_group in self.groups],
             of_blocks,
             sizes,
-            lengths,
+            counts,
             torch.stack(columns, dim=1),
+        )
+
+    def _select(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The features of a ``batch``, in the order of ``features``."""
+        keys, counts = batch.keys(), batch.length_per_key()
+        order = [keys.index(of.key) for of in self.features]
+        weights = batch.weights().split(counts) if self._has_weights else None
+        values, lengths = batch.values().split(counts), batch.lengths().view(len(keys), -1).unbind()
+        return KeyedJaggedTensor(
+            [of.name for of in self.features],
+            torch.cat([values[i] for i in order]),
+            torch.cat([weights[i] for i in order]) if weights else None,
+            lengths=torch.cat([lengths[i] for i in order]),
+            stride=batch.stride(),
+            length_per_key=[counts[i] for i in order],
         )
 
     def _order(
@@ -229,7 +245,8 @@ class IdExchange:
         counts = features.length_per_key()
         first = sum(counts[:at])
         of_rows = key[first : first + sum(counts[at : at + len(of_group)])]
-        return of_rows.argsort(stable=True).argsort()
+        sent = of_rows.argsort(stable=True)
+        return torch.empty_like(sent).scatter_(0, sent, torch.arange(len(sent), device=sent.device))
 
     def _columns(
         self, features: KeyedJaggedTensor, batch: KeyedJaggedTensor, cell: Tensor
