@@ -66,71 +66,52 @@ def row_numbers(biases, n, visible):
 
 
 @triton.jit
-def row_buckets(
-    n,
-    visible,
-    offsets_ptr,
-    biases,
-    sample,
-    P: tl.constexpr,
-    A: tl.constexpr,
-):
+def row_buckets(n, visible, offsets_ptr, biases, sample, C: tl.constexpr):
     """Buckets of position and age of the rows ``n`` of ``sample``."""
     last = tl.load(offsets_ptr + sample + 1).to(tl.int64) - 1
     distance = last - n
     if biases.places is not None:
         end = tl.load(biases.ends + sample).to(tl.int64)
         distance = end - 1 - row_numbers(biases, n, visible)
-    of_position = recency_bucket(distance.to(tl.int32), P)
+    of_position = recency_bucket(distance.to(tl.int32), C.P)
     of_age = of_position
-    if A > 0:
+    if C.A > 0:
         time = tl.load(biases.timestamps + n, mask=visible, other=0)
         if biases.request_time is not None:
             reference = tl.load(biases.request_time + sample)
         else:
             reference = tl.load(biases.timestamps + last)
-        of_age = age_bucket(time, reference, A)
+        of_age = age_bucket(time, reference, C.A)
     return of_position, of_age
 
 
 @triton.jit
-def load_bias(
-    biases,
-    offsets_ptr,
-    sample,
-    n,
-    visible,
-    r,
-    count,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    A: tl.constexpr,
-    PRIOR: tl.constexpr,
-):
+def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr):
     """All ``biases`` of the rows ``n`` for the query rows ``r``, both shaped as in scores.
 
-    ``biases`` has pointers in the fields of ``arguments.Biases``, but ``relative_bias``.
+    ``biases`` has pointers in the fields of ``arguments.Biases``, but ``relative_bias``; C are
+    Constants of either attention.
 
     PRIOR weights count by their logarithm, ``-inf`` of zero and of what is below, for all heads;
     rows that are dropped have ``-inf``. Zero for the query rows from ``count`` on: they have no
     maximum to keep it from overflowing.
     """
     mask = visible & (r < count)
-    head = (r % H).to(tl.int32)
+    head = (r % C.H).to(tl.int32)
     bias = 0.0
-    if PRIOR:
+    if C.PRIOR:
         # For each query row, too: a column of weights, spread over these rows, is lowered wrongly.
         weights = tl.load(biases.bias + n + head * 0, mask=mask, other=1.0)
         bias += tl.log(tl.where(weights < 0, 0.0, weights.to(tl.float32)))  # NaN stays
     elif biases.bias is not None:
-        bias += tl.load(biases.bias + n * H + head, mask=mask, other=0.0).to(tl.float32)
-    if P > 0 or A > 0:
-        of_position, of_age = row_buckets(n, visible, offsets_ptr, biases, sample, P, A)
-        if P > 0:
-            ptrs = biases.position_bias + of_position * H + head
+        bias += tl.load(biases.bias + n * C.H + head, mask=mask, other=0.0).to(tl.float32)
+    if C.P > 0 or C.A > 0:
+        of_position, of_age = row_buckets(n, visible, offsets_ptr, biases, sample, C)
+        if C.P > 0:
+            ptrs = biases.position_bias + of_position * C.H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-        if A > 0:
-            ptrs = biases.age_bias + of_age * H + head
+        if C.A > 0:
+            ptrs = biases.age_bias + of_age * C.H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if biases.row_dropout is not None:
         numbers = row_numbers(biases, n, visible).to(tl.int64)

@@ -12,6 +12,7 @@ __all__ = [
     "load_stats",
     "mean_grad",
     "online_softmax_update",
+    "score_gradients",
     "softmax_weights",
     "store_stats",
 ]
@@ -85,6 +86,20 @@ def softmax_weights(
     below = products * factor + (bias - tl.expand_dims(maximum, AXIS))
     weights = tl.exp2(below * LOG2_BASE)
     return tl.where(visible, weights * tl.expand_dims(inverse, AXIS), 0.0)
+
+
+@triton.jit
+def score_gradients(p, dp, delta, grad_lse, alone, AXIS: tl.constexpr):
+    """Gradients of scores, of a softmax over ``AXIS``, from its weights and the gradients of these.
+
+    ``delta`` is the mean of ``dp`` minus ``grad_lse``, the gradient of the log-sum-exp, if there is
+    one. A row that is ``alone`` in its sample weighs one, whatever its score: that has no gradient
+    but its log-sum-exp's.
+    """
+    of_alone = 0.0
+    if grad_lse is not None:
+        of_alone = p * tl.expand_dims(grad_lse, AXIS)
+    return tl.where(alone, of_alone, p * (dp - tl.expand_dims(delta, AXIS)))
 
 
 @triton.jit

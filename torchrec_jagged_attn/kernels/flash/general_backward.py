@@ -167,9 +167,8 @@ def _key_biases(args, keys, head, C: tl.constexpr):
     if C.BIASED:
         j = keys.row + tl.arange(0, C.BLOCK_N)
         bias += load_bias(
-            args.biases, args.samples.kv_offsets, keys.sample, j, keys.own, head, C.H, C.H, C.P,
-            C.A, C.PRIOR,
-        )  # fmt: skip
+            args.biases, args.samples.kv_offsets, keys.sample, j, keys.own, head, C.H, C
+        )
     return bias * LOG2E
 
 
@@ -277,7 +276,7 @@ def _store_bias_gradients(args, grad_bias, keys, tile, head, C: tl.constexpr):
         tl.store(grads.bias + j * C.H + head, grad_bias, mask=own)
     if C.P > 0 or C.A > 0:
         of_position, of_age = row_buckets(
-            j, own, args.samples.kv_offsets, args.biases, keys.sample, C.P, C.A
+            j, own, args.samples.kv_offsets, args.biases, keys.sample, C
         )
         grad_bias = tl.where(own, grad_bias, 0.0)
         table_ptr = grads.tables + tile.to(tl.int64) * ((C.P + C.A) * C.H)
@@ -425,7 +424,7 @@ def grad_relative_kernel(
             if BY_KEYS:
                 scores_bias += LOG2E * load_bias(
                     biases, samples.kv_offsets, sample, key + j[None, :], j[None, :] < keys, head,
-                    C.H, C.H, C.P, C.A, C.PRIOR,
+                    C.H, C,
                 )  # fmt: skip
             products = product(q, tl.trans(k), C.PRECISION)
             products = -products if C.NEGATIVE else products

@@ -198,8 +198,8 @@ def key_bias(args, tile, start, C: tl.constexpr):
     bias = 0.0
     if C.BIASED:
         bias = load_bias(
-            args.biases, args.samples.kv_offsets, tile.sample, tile.base + j,
-            j < tile.num_keys, tile.head, C.H, C.H, C.P, C.A, C.PRIOR,
+            args.biases, args.samples.kv_offsets, tile.sample, tile.base + j, j < tile.num_keys,
+            tile.head, C.H, C,
         )  # fmt: skip
         bias *= LOG2E
         if C.R > 0:

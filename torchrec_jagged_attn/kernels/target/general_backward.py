@@ -30,7 +30,12 @@ from torchrec_jagged_attn.kernels.common.biases import (
 from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
-from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats, softmax_weights
+from torchrec_jagged_attn.kernels.common.softmax import (
+    LOG2E,
+    load_stats,
+    score_gradients,
+    softmax_weights,
+)
 from torchrec_jagged_attn.kernels.target.history_rows import load_history
 from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
@@ -88,10 +93,7 @@ def _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scal
     dp = drop_weights(dp, dropout, draws, numbers)
     if C.SCORE == "softmax":
         p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse, 0, LOG2E)
-        of_alone = 0.0
-        if grad_lse is not None:
-            of_alone = p * grad_lse[None, :]
-        ds = tl.where(alone, of_alone, p * (dp - queries.delta[None, :]))
+        ds = score_gradients(p, dp, queries.delta, grad_lse, alone, AXIS=0)
         return drop_weights(p, dropout, draws, numbers), ds
     p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)
     p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, numbers)
@@ -170,17 +172,13 @@ def grad_query_kernel(
     delta = queries.delta
     alone = (work.end - work.begin == 1) & (work.slot < 0)
 
-    index = tl.arange(0, C.BLOCK_N)
     acc = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
     ds_total = tl.zeros([C.BLOCK_R], tl.float32)  # zero or grad_lse, but for the rounding of out
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
-        n = (start + index)[:, None]
-        visible = (index < (work.end - start).to(tl.int32))[:, None]
-        x = load_history(history_ptr, samples, n, visible, d, history_stride, out.dtype, C)
-        bias = load_bias(
-            biases, samples.offsets, work.sample, n, visible, r[None, :], count,
-            C.H, C.P, C.A, C.PRIOR,
-        )  # fmt: skip
+        n, visible, x = load_history(
+            history_ptr, samples, start, work.end, d, history_stride, out.dtype, C
+        )
+        bias = load_bias(biases, samples.offsets, work.sample, n, visible, r[None, :], count, C)
         _, ds = _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scale, C)
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=C.PRECISION)
         if C.SCORE == "softmax":
@@ -242,23 +240,19 @@ def grad_history_kernel(
         grad_lse = _load_grad_lse(outputs, row + r, queries.inverse)
         acc_query = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
 
-    index = tl.arange(0, C.BLOCK_N)
     if C.P > 0:
         grad_position_bias = tl.zeros([C.BLOCK_P, C.BLOCK_H], tl.float32)
     if C.A > 0:
         grad_age_bias = tl.zeros([C.BLOCK_A, C.BLOCK_H], tl.float32)
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
-        n = (start + index)[:, None]
-        visible = (index < (work.end - start).to(tl.int32))[:, None]
         dtype: tl.constexpr = query_ptr.dtype.element_ty
-        x = load_history(history_ptr, samples, n, visible, d, history_stride, dtype, C)
+        n, visible, x = load_history(
+            history_ptr, samples, start, work.end, d, history_stride, dtype, C
+        )
         grad_x = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
         heads = tl.zeros([C.BLOCK_N, C.BLOCK_H], tl.float32)
         if ONE_BLOCK:
-            bias = load_bias(
-                biases, samples.offsets, work.sample, n, visible, r[None, :], count,
-                C.H, C.P, C.A, C.PRIOR,
-            )  # fmt: skip
+            bias = load_bias(biases, samples.offsets, work.sample, n, visible, r[None, :], count, C)
             p, ds = _score_gradients(
                 queries, grad_lse, x, n, biases, bias, visible, alone, scale, C
             )
@@ -274,9 +268,8 @@ def grad_history_kernel(
                 delta = tl.load(grads.delta + row + rows, mask=rows < count, other=0.0)
                 maximum, inverse = load_stats(outputs.stats, num_rows, row + rows, rows < count)
                 bias = load_bias(
-                    biases, samples.offsets, work.sample, n, visible, rows[None, :], count,
-                    C.H, C.P, C.A, C.PRIOR,
-                )  # fmt: skip
+                    biases, samples.offsets, work.sample, n, visible, rows[None, :], count, C
+                )
                 draws = query_draws(biases.dropout, row + rows)
                 grad_lse = _load_grad_lse(outputs, row + rows, inverse)
                 queries = Queries(q, grad_out, delta, maximum, inverse, draws)
@@ -296,7 +289,7 @@ def grad_history_kernel(
         if C.P > 0 or C.A > 0:
             flat = start + tl.arange(0, C.BLOCK_N)
             of_position, of_age = row_buckets(
-                flat, flat < work.end, samples.offsets, biases, work.sample, C.P, C.A
+                flat, flat < work.end, samples.offsets, biases, work.sample, C
             )
             if C.P > 0:
                 grad_position_bias = add_to_table(

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common.jagged import count_chunks, find_sample
-from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats, store_stats
+from torchrec_jagged_attn.kernels.common.softmax import LOG2E, load_stats
 from torchrec_jagged_attn.kernels.target.schedule import (
     load_queries,
     query_rows,
@@ -78,11 +78,7 @@ def combine_outputs_kernel(
         total = total * rescale + chunk_total * chunk_rescale
         maximum = new_maximum
     r = block * C.BLOCK_R + local
-    total_or_one = tl.where(total > 0, total, 1.0)[:, None]
-    exact: tl.constexpr = outputs.out.dtype.element_ty == tl.float32
-    out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
-    store_outputs(outputs, out, first, r, count, d, C.D)
-    store_stats(outputs.stats, num_rows, first + r, r < count, maximum, total)
+    store_outputs(outputs, acc, maximum, total, num_rows, first, r, count, d, C.D)
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])

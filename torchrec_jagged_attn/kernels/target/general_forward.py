@@ -21,7 +21,7 @@ from torchrec_jagged_attn.kernels.common.biases import load_bias, row_numbers
 from torchrec_jagged_attn.kernels.common.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.kernels.common.matmul import product
 from torchrec_jagged_attn.kernels.common.scores import weights_and_slopes
-from torchrec_jagged_attn.kernels.common.softmax import LOG2E, online_softmax_update, store_stats
+from torchrec_jagged_attn.kernels.common.softmax import LOG2E, online_softmax_update
 from torchrec_jagged_attn.kernels.target.history_rows import load_history
 from torchrec_jagged_attn.kernels.target.schedule import (
     SHARED,
@@ -60,19 +60,17 @@ def forward_kernel(
     q = load_queries(query_ptr, 0 if C.LAYOUT == SHARED else work.row, r, work.count, d, C.D)
     draws = query_draws(biases.dropout, work.row + r)[None, :]
 
-    index = tl.arange(0, C.BLOCK_N)
     # [BLOCK_D, BLOCK_R], so that history fills the M side of products
     acc = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
     total = tl.zeros([C.BLOCK_R], tl.float32)
     maximum = total - float("inf")
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
-        n = (start + index)[:, None]
-        visible = (index < (work.end - start).to(tl.int32))[:, None]
-        x = load_history(history_ptr, samples, n, visible, d, history_stride, q.dtype, C)
+        n, visible, x = load_history(
+            history_ptr, samples, start, work.end, d, history_stride, q.dtype, C
+        )
         bias = load_bias(
-            biases, samples.offsets, work.sample, n, visible, r[None, :], work.count,
-            C.H, C.P, C.A, C.PRIOR,
-        )  # fmt: skip
+            biases, samples.offsets, work.sample, n, visible, r[None, :], work.count, C
+        )
         dots = product(x, tl.trans(q), C.PRECISION)
         if C.SCORE == "softmax":
             p, rescale, maximum, total = online_softmax_update(
@@ -98,8 +96,4 @@ def forward_kernel(
         tl.store(weights_ptr, maximum, mask=local < room)
         tl.store(weights_ptr + room, total, mask=local < room)
     else:
-        total_or_one = tl.where(total > 0, total, 1.0)[:, None]
-        exact: tl.constexpr = outputs.out.dtype.element_ty == tl.float32
-        out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
-        store_outputs(outputs, out, work.row, r, work.count, d, C.D)
-        store_stats(outputs.stats, num_rows, work.row + r, r < work.count, maximum, total)
+        store_outputs(outputs, acc, maximum, total, num_rows, work.row, r, work.count, d, C.D)

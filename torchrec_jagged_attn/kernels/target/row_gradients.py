@@ -158,9 +158,7 @@ def _add_pairs(
     grad_out = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     ptrs = queries.query + query_row[:, None] * C.D + d[None, :]
     q = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    bias = load_bias(
-        biases, samples.offsets, sample, n, visible, r, count, C.H, C.P, C.A, C.PRIOR
-    )  # fmt: skip
+    bias = load_bias(biases, samples.offsets, sample, n, visible, r, count, C)
     draws = query_draws(biases.dropout, own_row)
     scores = tl.sum(q * x[None, :], 1) * scale + bias
     numbers = row_numbers(biases, n, visible)

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn.kernels.common.jagged import count_chunks, find_sample, find_tile
+from torchrec_jagged_attn.kernels.common.softmax import store_stats
 
 __all__ = [
     "DENSE",
@@ -140,15 +141,19 @@ def load_queries(ptr, first, r, count, d, D: tl.constexpr):
 
 
 @triton.jit
-def store_outputs(outputs, out, first, r, count, d, D: tl.constexpr):
-    """Store ``out`` (fp32) where :func:`load_queries` would load it, and its residual.
+def store_outputs(outputs, acc, maximum, total, num_rows, first, r, count, d, D: tl.constexpr):
+    """Store ``acc / total`` where :func:`load_queries` would load it, its residual and statistics.
 
-    That is None if not requested: the output is of fp32, or there is no backward.
+    The residual is None if not requested: the output is of fp32, or there is no backward.
     """
+    total_or_one = tl.where(total > 0, total, 1.0)[:, None]
+    exact: tl.constexpr = outputs.out.dtype.element_ty == tl.float32
+    out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
     store_queries(outputs.out, out, first, r, count, d, D)
     if outputs.residual is not None:
         rounded = out.to(outputs.out.dtype.element_ty).to(tl.float32)
         store_queries(outputs.residual, out - rounded, first, r, count, d, D)
+    store_stats(outputs.stats, num_rows, first + r, r < count, maximum, total)
 
 
 @triton.jit
