@@ -18,6 +18,7 @@ from torchrec_jagged_attn.kernels.common.gluon import launch_dependents, product
 from torchrec_jagged_attn.kernels.target.schedule import SHARED
 from torchrec_jagged_attn.kernels.target.warp_combine import load_grad_lse, load_stats, store_delta
 from torchrec_jagged_attn.kernels.target.warp_parts import (
+    allocate_parts,
     blocks_of,
     columns_at_once,
     copy_next,
@@ -38,12 +39,14 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     row_buckets,
     row_numbers,
     rows_of_sample,
+    score_gradients,
     split,
     store_grad_of_bias,
     store_grad_of_history,
     store_parts,
     store_rows,
     weights_and_slopes,
+    zeros_by_column,
 )
 
 __all__ = ["backward_kernel"]
@@ -152,11 +155,9 @@ def backward_kernel(
             out = load_rows(outputs.out, row, count, 0, shape, left, C.D).to(gl.float32)
             out += load_rows(outputs.residual, row, count, 0, shape, left, C.D).to(gl.float32)
             delta = gl.sum(grad_out.to(gl.float32) * out, 1)
-            delta = gl.convert_layout(delta, by_query)[:, None]
+            delta = gl.convert_layout(delta, by_query)
         grad_out = split(grad_out, C.PARTS)
-        part_type: gl.constexpr = q[0].dtype
-        by_row: gl.constexpr = ring_layout(C.BLOCK_D, part_type)
-        both = gl.allocate_shared_memory(part_type, [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_D], by_row)
+        both = allocate_parts(q[0].dtype, C.PARTS, 2 * C.BLOCK_R, C.BLOCK_D)
         store_parts(both, 0, grad_out, False)
         store_parts(both, C.BLOCK_R, q, False)
         COLUMNS: gl.constexpr = columns_at_once(C)
@@ -173,14 +174,11 @@ def backward_kernel(
                 of_grad = load_parts(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
                 products = product(of_grad, of_out, products, C.PARTS)
             row_of_out = gl.arange(0, C.BLOCK_R, gl.SliceLayout(0, mma))[None, :]
-            delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)[:, None]
-        of_tile: gl.constexpr = [C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N]
-        of_rows = gl.allocate_shared_memory(part_type, of_tile, ring_layout(C.BLOCK_N, part_type))
+            delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)
+        of_rows = allocate_parts(q[0].dtype, C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N)
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
         grad_lse = load_grad_lse(outputs, row, inverse, r)
-        if grad_lse is not None:
-            delta -= grad_lse[:, None]
-        store_delta(grads, gl.sum(delta, 1), row, r, count, chunk)
+        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[:, None]
         alone = (end - begin == 1) & (slot < 0)
 
@@ -189,9 +187,7 @@ def backward_kernel(
         stored = indices_to_store(C.BLOCK_N, STORED, dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
         ROWS: gl.constexpr = parts_of_rows(C)
-        accs = ()
-        for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
-            accs += (gl.zeros([C.BLOCK_R, COLUMNS], gl.float32, mma),)
+        accs = zeros_by_column([C.BLOCK_R, COLUMNS], mma, C)
         zeros = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
@@ -209,20 +205,14 @@ def backward_kernel(
                 dp = product(of_grad, x, dp, C.PARTS)
             n = start + index
             visible = (n < end)[None, :]
-            of_position, of_age = row_buckets(n, biases, chunk, C)
-            bias = load_bias(
-                biases, chunk.first, of_position[None, :], of_age[None, :],
-                n[None, :], r[:, None], visible, count, C,
-            )  # fmt: skip
+            buckets = row_buckets(n, biases, chunk, C)
+            bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=1)
             numbers = row_numbers(biases, chunk.first + n, n < end)[None, :]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = exp(dots * scale + bias - maximum[:, None], C.PARTS) * inverse[:, None]
                 p = gl.where(visible, p, 0.0)  # rounded as forward
-                of_alone = 0.0
-                if grad_lse is not None:
-                    of_alone = p * grad_lse[:, None]
-                ds = gl.where(alone, of_alone, p * (dp - delta))
+                ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=1)
             else:
                 p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
                 p = gl.where(visible, p, 0.0)
@@ -254,11 +244,11 @@ def backward_kernel(
                 of_row: gl.constexpr = gl.SliceLayout(1, right)
                 shown = start + gl.arange(0, C.BLOCK_N, of_row) < end
                 if C.P > 0:
-                    buckets = gl.convert_layout(of_position, of_row)
-                    _add_to_table(table, buckets, shown, of_buckets, 0, TABLE_PARTS)
+                    of_position = gl.convert_layout(buckets[0], of_row)
+                    _add_to_table(table, of_position, shown, of_buckets, 0, TABLE_PARTS)
                 if C.A > 0:
-                    buckets = gl.convert_layout(of_age, of_row)
-                    _add_to_table(table, buckets, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
+                    of_age = gl.convert_layout(buckets[1], of_row)
+                    _add_to_table(table, of_age, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

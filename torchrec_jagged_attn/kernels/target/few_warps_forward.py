@@ -21,6 +21,7 @@ from torchrec_jagged_attn.kernels.target.warp_combine import (
     store_stats,
 )
 from torchrec_jagged_attn.kernels.target.warp_parts import (
+    allocate_parts,
     columns_at_once,
     copy_next,
     drop_weights,
@@ -34,7 +35,6 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     parts_of_rows,
     product,
     query_draws,
-    ring_layout,
     row_buckets,
     row_numbers,
     rows_of_sample,
@@ -42,6 +42,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     store_parts,
     store_rows,
     weights_and_slopes,
+    zeros_by_column,
 )
 
 __all__ = ["forward_kernel"]
@@ -79,10 +80,7 @@ def forward_kernel(
         q_row = row * 0 if C.LAYOUT == SHARED else row
         q = split(load_rows(query_ptr, q_row, count, 0, [C.BLOCK_R, C.BLOCK_D], left, C.D), C.PARTS)
         if C.PARTS > 1:  # they do not fit in registers
-            by_row: gl.constexpr = ring_layout(C.BLOCK_D, gl.bfloat16)
-            queries = gl.allocate_shared_memory(
-                gl.bfloat16, [C.PARTS, C.BLOCK_R, C.BLOCK_D], by_row
-            )
+            queries = allocate_parts(gl.bfloat16, C.PARTS, C.BLOCK_R, C.BLOCK_D)
             store_parts(queries, 0, q, False)
 
         by_query: gl.constexpr = gl.SliceLayout(1, mma)
@@ -91,9 +89,7 @@ def forward_kernel(
         draws = query_draws(biases.dropout, row + r)[:, None]
         COLUMNS: gl.constexpr = columns_at_once(C)
         ROWS: gl.constexpr = parts_of_rows(C)
-        accs = ()
-        for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
-            accs += (gl.zeros([C.BLOCK_R, COLUMNS], gl.float32, mma),)
+        accs = zeros_by_column([C.BLOCK_R, COLUMNS], mma, C)
         total = gl.zeros([C.BLOCK_R], gl.float32, by_query)
         maximum = gl.full([C.BLOCK_R], -float("inf"), gl.float32, by_query)
         stage = 0
@@ -111,11 +107,8 @@ def forward_kernel(
                 dots = product(of_q, x, dots, C.PARTS)
             n = start + index
             visible = (n < end)[None, :]
-            of_position, of_age = row_buckets(n, biases, chunk, C)
-            bias = load_bias(
-                biases, chunk.first, of_position[None, :], of_age[None, :],
-                n[None, :], r[:, None], visible, count, C,
-            )  # fmt: skip
+            buckets = row_buckets(n, biases, chunk, C)
+            bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=1)
             scores = gl.where(visible, dots * scale + bias, -float("inf"))
             if C.SCORE == "softmax":
                 new_maximum = gl.maximum(maximum, gl.max(scores, 1))

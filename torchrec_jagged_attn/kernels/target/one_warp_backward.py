@@ -52,12 +52,14 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     row_buckets,
     row_numbers,
     rows_of_sample,
+    score_gradients,
     split,
     store_grad_of_bias,
     store_grad_of_history,
     store_parts,
     store_rows,
     weights_and_slopes,
+    zeros_by_column,
 )
 
 __all__ = ["backward_kernel"]
@@ -72,16 +74,16 @@ def _side_by_side(a, b):
 
 @gluon.jit
 def _delta_of_half(outputs, grad_out, row, count, C: gl.constexpr):
-    """``[1, 8]``: Σ_d grad_out · out, in half precision."""
+    """``[8]``: Σ_d grad_out · out, in half precision."""
     out = load_columns(outputs.out, row, count, C).to(gl.float32)
     out += load_columns(outputs.residual, row, count, C).to(gl.float32)
     delta = gl.sum(grad_out.to(gl.float32) * out, 0)
-    return gl.convert_layout(delta, gl.SliceLayout(0, MMA))[None, :]
+    return gl.convert_layout(delta, gl.SliceLayout(0, MMA))
 
 
 @gluon.jit
 def _delta_of_parts(outputs, both, row, count, C: gl.constexpr):
-    """``[1, 8]``: Σ_d grad_out · out, by the very products that it is taken off."""
+    """``[8]``: Σ_d grad_out · out, by the very products that it is taken off."""
     COLUMNS: gl.constexpr = columns_at_once(C)
     products = gl.zeros([16, BLOCK_R], gl.float32, MMA)
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
@@ -90,7 +92,7 @@ def _delta_of_parts(outputs, both, row, count, C: gl.constexpr):
         products = product(split(out, C.PARTS), of_grad, products, C.PARTS, APART=True)
     row_of_out = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
     row_of_grad = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))[None, :]
-    return gl.sum(gl.where(row_of_out == row_of_grad, products, 0.0), 0)[None, :]
+    return gl.sum(gl.where(row_of_out == row_of_grad, products, 0.0), 0)
 
 
 @gluon.jit
@@ -185,8 +187,8 @@ def _add_to_table(
 
 
 @gluon.jit
-def _add_to_tables(table, weights, of_position, of_age, ds, p, count, C: gl.constexpr):
-    """Add what the first ``count`` rows of a tile give to their buckets of position and age."""
+def _add_to_tables(table, weights, buckets, ds, p, count, C: gl.constexpr):
+    """Add what the first ``count`` rows of a tile give to their ``buckets`` of position and age."""
     PARTS: gl.constexpr = max(2, C.PARTS)
     ds = split(gl.convert_layout(ds, RIGHT), PARTS)
     if weights is not None:
@@ -194,11 +196,11 @@ def _add_to_tables(table, weights, of_position, of_age, ds, p, count, C: gl.cons
     of_row: gl.constexpr = gl.SliceLayout(0, LEFT)
     visible = gl.arange(0, C.BLOCK_N, of_row) < count
     if C.P > 0:
-        buckets = gl.convert_layout(of_position, of_row)
-        _add_to_table(table, weights, buckets, visible, ds, p, 0, PARTS)
+        of_position = gl.convert_layout(buckets[0], of_row)
+        _add_to_table(table, weights, of_position, visible, ds, p, 0, PARTS)
     if C.A > 0:
-        buckets = gl.convert_layout(of_age, of_row)
-        _add_to_table(table, weights, buckets, visible, ds, p, blocks_of(C.P), PARTS)
+        of_age = gl.convert_layout(buckets[1], of_row)
+        _add_to_table(table, weights, of_age, visible, ds, p, blocks_of(C.P), PARTS)
 
 
 @gluon.jit
@@ -322,18 +324,14 @@ def backward_kernel(
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
         grad_lse = load_grad_lse(outputs, row, inverse, r)
-        if grad_lse is not None:
-            delta -= grad_lse[None, :]
-        store_delta(grads, gl.sum(delta, 0), row, r, count, chunk)
+        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (slot < 0)
 
         stored = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
         COLUMNS: gl.constexpr = columns_at_once(C)
-        accs = ()
-        for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
-            accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
+        accs = zeros_by_column([COLUMNS, BLOCK_R], MMA, C)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
             indices = next_indices(history_ptr, samples, chunk, ring, start, C)
@@ -343,20 +341,14 @@ def backward_kernel(
             dots, dp = _multiply_rows(tile, q, grad_out, both, C)
             n = start + index
             visible = (n < end)[:, None]
-            of_position, of_age = row_buckets(n, biases, chunk, C)
-            bias = load_bias(
-                biases, chunk.first, of_position[:, None], of_age[:, None],
-                n[:, None], r[None, :], visible, count, C,
-            )  # fmt: skip
+            buckets = row_buckets(n, biases, chunk, C)
+            bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=0)
             numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = exp(dots * scale + bias - maximum[None, :], C.PARTS) * inverse[None, :]
                 p = gl.where(visible, p, 0.0)  # rounded as forward
-                of_alone = 0.0
-                if grad_lse is not None:
-                    of_alone = p * grad_lse[None, :]
-                ds = gl.where(alone, of_alone, p * (dp - delta))
+                ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=0)
             else:
                 p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
                 p = gl.where(visible, p, 0.0)
@@ -369,7 +361,7 @@ def backward_kernel(
             accs = _add_to_queries(accs, tile, ds, dtype, C)
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
             if C.P + C.A > 0:
-                _add_to_tables(table, weights, of_position, of_age, ds, p, end - start, C)
+                _add_to_tables(table, weights, buckets, ds, p, end - start, C)
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         if sums.weights is not None:

@@ -48,6 +48,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     store_parts,
     store_rows,
     weights_and_slopes,
+    zeros_by_column,
 )
 
 __all__ = ["forward_kernel"]
@@ -89,9 +90,7 @@ def forward_kernel(
         zeros = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
         COLUMNS: gl.constexpr = columns_at_once(C)
         ROWS: gl.constexpr = parts_of_rows(C)
-        accs = ()
-        for _ in gl.static_range(0, C.BLOCK_D, COLUMNS):
-            accs += (gl.zeros([COLUMNS, BLOCK_R], gl.float32, MMA),)
+        accs = zeros_by_column([COLUMNS, BLOCK_R], MMA, C)
         total = zeros  # each row's own: summed up once
         maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
         stage = 0
@@ -109,11 +108,8 @@ def forward_kernel(
                 dots = product(x, of_q, dots, C.PARTS, APART=True)
             n = start + index
             visible = (n < end)[:, None]
-            of_position, of_age = row_buckets(n, biases, chunk, C)
-            bias = load_bias(
-                biases, chunk.first, of_position[:, None], of_age[:, None],
-                n[:, None], r[None, :], visible, count, C,
-            )  # fmt: skip
+            buckets = row_buckets(n, biases, chunk, C)
+            bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=0)
             scores = gl.where(visible, dots * scale + bias, -float("inf"))
             if C.SCORE == "softmax":
                 new_maximum = gl.maximum(maximum, gl.max(scores, 0))

@@ -84,12 +84,15 @@ def load_grad_lse(outputs, row, inverse, r):
 
 
 @gluon.jit
-def store_delta(grads, delta, row, r, count, chunk):
-    """Store ``delta`` of the query rows ``r``, where the next kernel needs it; all chunks of a
-    sample have the same.
+def store_delta(grads, delta, grad_lse, row, r, count, chunk):
+    """``delta`` of the query rows ``r`` minus ``grad_lse``, if there is one. Where the next kernel
+    needs it, it is stored, too; all chunks of a sample have the same.
     """
+    if grad_lse is not None:
+        delta -= grad_lse
     if grads.delta is not None:
         gl.store(grads.delta + row + r, delta, mask=(r < count) & (chunk.begin == 0))
+    return delta
 
 
 @gluon.jit

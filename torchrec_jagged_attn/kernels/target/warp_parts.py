@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from torchrec_jagged_attn.kernels.common import biases as in_triton
 from torchrec_jagged_attn.kernels.common import dropout as dropout_in_triton
+from torchrec_jagged_attn.kernels.common import softmax as softmax_in_triton
 from torchrec_jagged_attn.kernels.common.gluon import (
     products_by_warp,
     wait_for_last_kernel,
@@ -64,12 +65,14 @@ __all__ = [
     "row_layout",
     "row_numbers",
     "rows_of_sample",
+    "score_gradients",
     "split",
     "store_grad_of_bias",
     "store_grad_of_history",
     "store_parts",
     "store_rows",
     "weights_and_slopes",
+    "zeros_by_column",
 ]
 
 
@@ -82,9 +85,11 @@ PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a ti
 
 age_bucket = gluon.jit(in_triton.age_bucket.fn)
 recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
+row_numbers = gluon.jit(in_triton.row_numbers.fn)
 is_dropped = gluon.jit(dropout_in_triton.is_dropped.fn)
 query_draws = gluon.jit(dropout_in_triton.query_draws.fn)
 drop_weights = gluon.jit(dropout_in_triton.drop_weights.fn)
+score_gradients = gluon.jit(softmax_in_triton.score_gradients.fn)
 weights_and_slopes = gluon.jit(weights_in_triton.fn)
 rows_of_chunk = gluon.jit(schedule.rows_of_chunk.fn)
 
@@ -148,6 +153,15 @@ def columns_at_once(C):
     if C.PARTS == 1:
         return C.BLOCK_D
     return min(C.BLOCK_D, (2048 if C.LEVELS > 0 else 1024) // C.BLOCK_N)
+
+
+@gluon.jit
+def zeros_by_column(shape: gl.constexpr, layout: gl.constexpr, C: gl.constexpr):
+    """Zeros of ``shape`` for each of the :func:`columns_at_once` of a tile."""
+    zeros = ()
+    for _ in gl.static_range(0, C.BLOCK_D, columns_at_once(C)):
+        zeros += (gl.zeros(shape, gl.float32, layout),)
+    return zeros
 
 
 @gluon.jit
@@ -453,15 +467,6 @@ def copy_next(ring, stage, history_ptr, samples, indices, start, end, C: gl.cons
 
 
 @gluon.jit
-def row_numbers(biases, n, visible):
-    """The numbers by which the rows ``n`` (int64) draw: their places, where these are given."""
-    numbers = n
-    if biases.places is not None:
-        numbers = gl.load(biases.places + n, mask=visible, other=0).to(gl.int64)
-    return numbers
-
-
-@gluon.jit
 def row_buckets(n, biases, chunk, C: gl.constexpr):
     """Buckets of position and age of the rows ``n`` of a chunk's sample."""
     distance = chunk.length - 1 - n
@@ -482,13 +487,20 @@ def row_buckets(n, biases, chunk, C: gl.constexpr):
 
 
 @gluon.jit
-def load_bias(biases, first, of_position, of_age, n, r, visible, count, C: gl.constexpr):
-    """All ``biases`` of the rows ``n`` of the sample that begins at row ``first``, for the query
-    rows ``r``.
+def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.constexpr):
+    """All ``biases`` of the rows ``n`` of a chunk, whose ``buckets`` are of :func:`row_buckets`,
+    for the query rows ``r``.
 
-    PRIOR weights count by their logarithm, ``-inf`` of zero and of what is below, for all heads;
-    rows that are dropped have ``-inf``. Zero for the query rows from ``count`` on.
+    The rows lie along the axis ROWS, the query rows along the other. PRIOR weights count by their
+    logarithm, ``-inf`` of zero and of what is below, for all heads; rows that are dropped have
+    ``-inf``. Zero for the query rows from ``count`` on.
     """
+    first = chunk.first
+    visible = gl.expand_dims(n < chunk.end, 1 - ROWS)
+    of_position = gl.expand_dims(buckets[0], 1 - ROWS)
+    of_age = gl.expand_dims(buckets[1], 1 - ROWS)
+    n = gl.expand_dims(n, 1 - ROWS)
+    r = gl.expand_dims(r, ROWS)
     head = r % C.H
     mask = visible & (r < count)
     bias = 0.0

@@ -39,6 +39,7 @@ from torchrec_jagged_attn.kernels.target.warp_parts import (
     row_buckets,
     row_layout,
     row_numbers,
+    score_gradients,
     split,
     weights_and_slopes,
 )
@@ -141,12 +142,12 @@ def backward_kernel(
         grad_out = load_rows(grad_out_ptr, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
         out = load_rows(outputs.out, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
         out += load_rows(outputs.residual, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
-        delta = gl.convert_layout(gl.sum(grad_out * out, 1), by_query)[None, :]
+        delta = gl.convert_layout(gl.sum(grad_out * out, 1), by_query)
         r = gl.arange(0, C.BLOCK_R, by_query)
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
         grad_lse = load_grad_lse(outputs, row, inverse, r)
         if grad_lse is not None:
-            delta -= grad_lse[None, :]
+            delta -= grad_lse
         shift = (maximum * LOG2E - gl.log2(inverse))[None, :]  # weights beyond count are zero
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (slot < 0)
@@ -169,18 +170,12 @@ def backward_kernel(
             copy_next(ring, tile, history_desc, last, end - start)
             n = start + index
             visible = (n < end)[:, None]
-            scores = dots * (scale * LOG2E)
-            BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
-            if BY_ROW or C.P + C.A > 0:
-                scores = add_biases(scores, biases, start, chunk, count, C)
+            scores = add_biases(dots * (scale * LOG2E), biases, start, chunk, count, C)
             numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = gl.where(visible, gl.exp2(scores - shift), 0.0)
-                of_alone = 0.0
-                if grad_lse is not None:
-                    of_alone = p * grad_lse[None, :]
-                ds = gl.where(alone, of_alone, p * (dp - delta))
+                ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=0)
             else:
                 p, slope = weights_and_slopes(scores * LN2, C.SCORE, False)
                 p = gl.where(visible, p, 0.0)

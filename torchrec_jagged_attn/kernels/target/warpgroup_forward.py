@@ -120,10 +120,7 @@ def forward_kernel(
             copy_next(ring, tile, history_desc, last, end - start)
             n = start + index
             visible = (n < end)[:, None]
-            scores = dots * (scale * LOG2E)
-            BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
-            if BY_ROW or C.P + C.A > 0:
-                scores = add_biases(scores, biases, start, chunk, count, C)
+            scores = add_biases(dots * (scale * LOG2E), biases, start, chunk, count, C)
             scores = gl.where(visible, scores, -float("inf"))
             numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
             if C.SCORE == "softmax":

@@ -130,19 +130,19 @@ def store_transposed(ptr, value, tile, count, D: gl.constexpr):
 
 @gluon.jit
 def add_biases(scores, biases, start, chunk, count, C: gl.constexpr):
-    """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, plus their biases.
+    """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, plus their biases,
+    if there are any.
 
     A lane has columns eight apart: where heads come again by then, it loads those of one of them.
     """
-    APART: gl.constexpr = 8 if 8 % C.H == 0 else C.BLOCK_R
-    apart = gl.reshape(scores, [C.BLOCK_N, C.BLOCK_R // APART, APART])
-    layout: gl.constexpr = gl.SliceLayout(1, apart.type.layout)
-    n = start + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
-    r = gl.arange(0, APART, gl.SliceLayout(0, layout))[None, :]
-    of_position, of_age = row_buckets(n, biases, chunk, C)
-    bias = load_bias(
-        biases, chunk.first, of_position[:, None], of_age[:, None],
-        n[:, None], r, (n < chunk.end)[:, None], count, C,
-    )  # fmt: skip
-    apart += gl.expand_dims(bias * LOG2E, 1)
-    return gl.convert_layout(gl.reshape(apart, [C.BLOCK_N, C.BLOCK_R]), scores.type.layout)
+    BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
+    if BY_ROW or C.P + C.A > 0:
+        APART: gl.constexpr = 8 if 8 % C.H == 0 else C.BLOCK_R
+        apart = gl.reshape(scores, [C.BLOCK_N, C.BLOCK_R // APART, APART])
+        layout: gl.constexpr = gl.SliceLayout(1, apart.type.layout)
+        n = start + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
+        r = gl.arange(0, APART, gl.SliceLayout(0, layout))
+        bias = load_bias(biases, row_buckets(n, biases, chunk, C), n, r, chunk, count, C, ROWS=0)
+        apart += gl.expand_dims(bias * LOG2E, 1)
+        scores = gl.convert_layout(gl.reshape(apart, [C.BLOCK_N, C.BLOCK_R]), scores.type.layout)
+    return scores
