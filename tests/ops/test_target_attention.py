@@ -85,20 +85,12 @@ TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]
     ids=str,
 )
 def test_recency(layout, times, dtype, device):
-    skip_unless_supported(Case("recency", 5, 300, 2, 16, dtype=dtype), device)
     num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
-    inputs = inputs_of([300, 0, 3, 64, 1], device, dtype, num_targets=num_targets)
-    generator = torch.Generator().manual_seed(1)
-    if layout == "shared":
-        inputs["query"] = inputs["query"][:1].contiguous()
-    elif layout == "jagged":
-        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
-        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
-    inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
-    timestamps = None
+    others = "bias and positions" if times is None else "bias and tables"
+    inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
     if times is not None:
-        inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
-        timestamps = torch.exp(14 * torch.rand(368, generator=generator)).to(device, times)
+        ages = 14 * torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(2))
+        timestamps = torch.exp(ages).to(device, times)
 
     def with_times(function):  # timestamps are no leaf, though they may be floating-point
         return functools.partial(function, timestamps=timestamps)
@@ -124,6 +116,18 @@ def draw_prior_weights(lengths, device, dtype=torch.float32):
 LENGTHS = [300, 0, 3, 64, 1]
 
 
+def lay_out_queries(inputs, layout, generator):
+    """Query rows that all samples share, or jagged ones, in place of those of ``inputs``."""
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    elif layout == "jagged":
+        query = torch.randn(32, 2, 16, generator=generator)
+        inputs["query"] = query.to(inputs["query"])
+        inputs["query_offsets"] = torch.tensor(
+            [0, 25, 26, 26, 31, 32], device=inputs["query"].device
+        )
+
+
 def inputs_of_layout(layout, num_targets, dtype, others, device):
     """Of attention over LENGTHS, and timestamps.
 
@@ -133,11 +137,7 @@ def inputs_of_layout(layout, num_targets, dtype, others, device):
     skip_unless_supported(Case("layout", 5, 300, 2, 16, dtype=dtype), device)
     inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
     generator = torch.Generator().manual_seed(1)
-    if layout == "shared":
-        inputs["query"] = inputs["query"][:1].contiguous()
-    elif layout == "jagged":
-        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
-        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    lay_out_queries(inputs, layout, generator)
     if "bias" not in others:
         del inputs["bias"]
     if "positions" in others or "tables" in others:
@@ -737,11 +737,13 @@ def on_every_kernel(test):
     for mark in (
         pytest.mark.parametrize("num_targets", [1, 9, 40]),
         pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str),
-        pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"]),
         pytest.mark.gpu,
     ):
         test = mark(test)
     return test
+
+
+with_shared_queries = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 
 
 def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
@@ -755,6 +757,7 @@ def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
 
 
 @pytest.mark.parametrize("factor", [1, 20])
+@with_shared_queries
 @on_every_kernel
 def test_cuda_graph_replays_with_other_lengths(num_targets, dtype, shared, factor):
     lengths = [3 * factor, 60 * factor, 7 * factor, 30 * factor]
@@ -798,6 +801,7 @@ def test_cuda_graph_of_work_before_it(lengths, waits):
             assert torch.equal(results[name], value)
 
 
+@with_shared_queries
 @on_every_kernel
 def test_repeats_are_bit_equal(num_targets, dtype, shared):
     """Whichever chunk of a sample ends last."""
@@ -829,6 +833,7 @@ def test_more_elements_than_int32_counts():
     assert torch.equal(results["history"][-50:], expected["history"])
 
 
+@with_shared_queries
 @on_every_kernel
 def test_never_waits_for_the_device(num_targets, dtype, shared):
     inputs, grad_out = inputs_of_kernel([3, 60, 7, 30], num_targets, dtype, shared)

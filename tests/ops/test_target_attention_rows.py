@@ -13,17 +13,20 @@ from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
 from tests.ops.test_dropout import assert_weights_are_dropped
 from tests.ops.test_row_dropout import assert_rows_are_dropped
 from tests.ops.test_target_attention import (
+    LAYOUTS,
+    LENGTHS,
     REQUEST_TIMES,
     arguments_of_op,
     draw_prior_weights,
     inputs_of,
+    lay_out_queries,
+    on_every_kernel,
 )
 from tests.oracles import target_attention_oracle
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 
 CPU = torch.device("cpu")
-LENGTHS = [300, 0, 3, 64, 1]
 SOME_ALONE = 2000  # rows, of which one place of LENGTHS names more than half of those that any does
 
 
@@ -80,7 +83,6 @@ def assert_right(inputs, timestamps=None, **constants):
     assert_matches_oracle(*functions, inputs)
 
 
-LAYOUTS = ["one-target", "targets", "many-targets", "shared", "jagged"]
 TARGETS = {"one-target": 1, "many-targets": 40}  # of a layout; 9 of others
 BIASES = ["none", "bias and tables", "prior weights and ages"]
 
@@ -90,11 +92,7 @@ def lay_out(inputs, layout, biases):
     device, dtype = inputs["query"].device, inputs["query"].dtype
     generator = torch.Generator().manual_seed(1)
     timestamps = None
-    if layout == "shared":
-        inputs["query"] = inputs["query"][:1].contiguous()
-    elif layout == "jagged":
-        inputs["query"] = torch.randn(32, 2, 16, generator=generator).to(device, dtype)
-        inputs["query_offsets"] = torch.tensor([0, 25, 26, 26, 31, 32], device=device)
+    lay_out_queries(inputs, layout, generator)
     if biases == "bias and tables":
         inputs["bias"] = torch.randn(368, 2, generator=generator).to(device, dtype)
         inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
@@ -322,17 +320,6 @@ def test_compiles_once_for_all_batches(device):
             compiled(**inputs), jagged_target_attention(**inputs), rtol=0, atol=0
         )
     assert counter.frame_count == 1
-
-
-def on_every_kernel(test):
-    """A test on a GPU for the kernels of one warp, of several, and those in Triton."""
-    for mark in (
-        pytest.mark.parametrize("num_targets", [1, 9, 40]),
-        pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str),
-        pytest.mark.gpu,
-    ):
-        test = mark(test)
-    return test
 
 
 @on_every_kernel
