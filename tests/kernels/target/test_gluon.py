@@ -36,6 +36,7 @@ from torchrec_jagged_attn import jagged_target_attention
 
 pytestmark = pytest.mark.interpreter  # and Triton's kernels around them
 
+CPU = torch.device("cpu")
 LENGTHS = [560, 0, 3, 1, 33, 0]  # one_warp cuts the first one
 
 
@@ -44,6 +45,23 @@ def launched():
     """The kernels that a test has launched."""
     with gluon_in_numpy() as names:
         yield names
+
+
+def make_inputs(lengths, dtype, num_heads=2, num_targets=1, width=16, num_positions=0, num_ages=0):
+    """Inputs with tables of so many positions and ages in place of a bias of each row, and
+    timestamps for them.
+    """
+    inputs = inputs_of(lengths, CPU, dtype, num_heads, num_targets, width)
+    del inputs["bias"]
+    generator = torch.Generator().manual_seed(1)
+    timestamps = None
+    if num_positions:
+        table = torch.randn(num_positions, num_heads, generator=generator)
+        inputs["position_bias"] = table.to(dtype)
+    if num_ages:
+        inputs["age_bias"] = torch.randn(num_ages, num_heads, generator=generator).to(dtype)
+        timestamps = (14 * torch.rand(sum(lengths), generator=generator)).exp().long()
+    return inputs, timestamps
 
 
 def assert_right(inputs, timestamps=None):
@@ -68,17 +86,9 @@ def assert_right(inputs, timestamps=None):
     ],
 )
 def test_right(num_targets, num_heads, width, num_positions, num_ages, dtype, launched):
-    inputs = inputs_of(LENGTHS, torch.device("cpu"), dtype, num_heads, num_targets, width)
-    del inputs["bias"]
-    generator = torch.Generator().manual_seed(1)
-    timestamps = None
-    if num_positions:
-        table = torch.randn(num_positions, num_heads, generator=generator)
-        inputs["position_bias"] = table.to(dtype)
-    if num_ages:
-        inputs["age_bias"] = torch.randn(num_ages, num_heads, generator=generator).to(dtype)
-        timestamps = (14 * torch.rand(sum(LENGTHS), generator=generator)).exp().long()
-    assert_right(inputs, timestamps)
+    assert_right(
+        *make_inputs(LENGTHS, dtype, num_heads, num_targets, width, num_positions, num_ages)
+    )
     if num_targets * num_heads <= 8:
         assert set(launched) == {"one_warp_forward", "one_warp_backward"}
     else:
@@ -139,7 +149,7 @@ def test_rows_of_codes_by_index(num_targets, path, launched):
 @pytest.mark.parametrize("num_targets", [1, 9])
 @pytest.mark.parametrize("has_warpgroup", [False, True], ids=["warps", "warpgroup"])
 def test_buckets_of_ages(has_warpgroup, num_targets, times):
-    of_device = torch.device("cpu"), torch.float16, num_targets, 64
+    of_device = CPU, torch.float16, num_targets, 64
     if times is None:
         inputs, expected = inputs_of_ages(*of_device)
     else:
@@ -154,10 +164,7 @@ def test_buckets_of_ages(has_warpgroup, num_targets, times):
 @pytest.mark.parametrize("num_targets", [1, 9])
 @pytest.mark.parametrize("has_warpgroup", [False, True], ids=["warps", "warpgroup"])
 def test_ages_from_the_request(has_warpgroup, num_targets):
-    inputs = inputs_of(LENGTHS[:5], torch.device("cpu"), torch.float16, 4, num_targets, 64)
-    del inputs["bias"]
-    generator = torch.Generator().manual_seed(1)
-    inputs["age_bias"] = torch.randn(70, 4, generator=generator).half()
+    inputs, _ = make_inputs(LENGTHS[:5], torch.float16, 4, num_targets, 64, num_ages=70)
     ages = {
         "timestamps": torch.arange(sum(LENGTHS)) ** 2,
         "request_time": torch.tensor(REQUEST_TIMES),
@@ -175,7 +182,7 @@ def test_ages_from_the_request(has_warpgroup, num_targets):
 def test_tables_of_few_buckets(seed, launched):
     """One bucket has most rows of a sample, whose gradients of scores add up to zero."""
     generator = torch.Generator().manual_seed(seed)
-    inputs = inputs_of([600, 0, 40], torch.device("cpu"))
+    inputs = inputs_of([600, 0, 40], CPU)
     del inputs["bias"]
     for name in ("query", "history"):
         inputs[name] = torch.randn(inputs[name].shape, generator=generator)
@@ -198,14 +205,9 @@ def test_tables_of_few_buckets(seed, launched):
 )
 @pytest.mark.parametrize("lengths", [[1100, 0, 3, 1, 65, 0], [0, 0], [128]], ids=str)
 def test_warpgroup(num_targets, num_heads, width, num_positions, num_ages, shared, lengths):
-    inputs = inputs_of(lengths, torch.device("cpu"), torch.float16, num_heads, num_targets, width)
-    del inputs["bias"]
-    timestamps = None
-    if num_positions:
-        generator = torch.Generator().manual_seed(1)
-        inputs["position_bias"] = torch.randn(num_positions, num_heads, generator=generator).half()
-        inputs["age_bias"] = torch.randn(num_ages, num_heads, generator=generator).half()
-        timestamps = (14 * torch.rand(sum(lengths), generator=generator)).exp().long()
+    inputs, timestamps = make_inputs(
+        lengths, torch.float16, num_heads, num_targets, width, num_positions, num_ages
+    )
     if shared:
         inputs["query"] = inputs["query"][:1].contiguous()
     with gluon_in_numpy(multiprocessors=1) as launched:
@@ -216,8 +218,7 @@ def test_warpgroup(num_targets, num_heads, width, num_positions, num_ages, share
 @pytest.mark.parametrize("step", [-40.0, 40.0])
 def test_warpgroup_with_scores_far_apart(step):
     """The reference of weights is raised where later scores are far above it."""
-    inputs = inputs_of([300], torch.device("cpu"), torch.float16, 1, 9, 64)
-    del inputs["bias"]
+    inputs, _ = make_inputs([300], torch.float16, 1, 9, 64)
     inputs["query"][...] = 0
     inputs["query"][..., 0] = 8.0
     inputs["history"][:, 0] = step * (torch.arange(300) // 60)
@@ -228,7 +229,7 @@ def test_warpgroup_with_scores_far_apart(step):
 
 @pytest.mark.parametrize("num_heads", [3, 20])
 def test_bias_of_each_row(num_heads, launched):
-    inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_heads)
+    inputs = inputs_of(LENGTHS, CPU, torch.float16, num_heads)
     inputs["position_bias"] = torch.ones(5, num_heads).half()
     assert_right(inputs)
     assert "one_warp_backward" in launched or "few_warps_backward" in launched
@@ -248,15 +249,9 @@ def test_bias_of_each_row(num_heads, launched):
 @pytest.mark.parametrize("tables", [False, True], ids=["alone", "tables"])
 def test_prior_weights(tables, num_targets, num_heads, width, dtype, path):
     lengths = [1100 if path == "warpgroup" else 560, 0, 3, 64, 1]
-    inputs = inputs_of(lengths, torch.device("cpu"), dtype, num_heads, num_targets, width)
-    del inputs["bias"]
-    inputs["prior_weights"] = draw_prior_weights(lengths, torch.device("cpu"))
-    timestamps = None
-    if tables:
-        generator = torch.Generator().manual_seed(1)
-        inputs["position_bias"] = torch.randn(20, num_heads, generator=generator).to(dtype)
-        inputs["age_bias"] = torch.randn(20, num_heads, generator=generator).to(dtype)
-        timestamps = torch.arange(sum(lengths)) ** 2
+    buckets = (20, 20) if tables else (0, 0)
+    inputs, timestamps = make_inputs(lengths, dtype, num_heads, num_targets, width, *buckets)
+    inputs["prior_weights"] = draw_prior_weights(lengths, CPU)
     with gluon_in_numpy(path == "warpgroup") as launched:
         assert_right(inputs, timestamps)
         inputs["prior_weights"].zero_()
@@ -280,12 +275,11 @@ def test_prior_weights(tables, num_targets, num_heads, width, dtype, path):
     ],
 )
 def test_row_dropout(num_targets, dtype, path):
-    lengths, cpu = [560, 0, 3, 64, 1], torch.device("cpu")
-    inputs = inputs_of(lengths, cpu, dtype, 2, num_targets, 64)
-    del inputs["bias"]
+    lengths = [560, 0, 3, 64, 1]
+    inputs, _ = make_inputs(lengths, dtype, 2, num_targets, 64)
     functions = jagged_target_attention, target_attention_oracle
     with gluon_in_numpy(path == "warpgroup") as launched:
-        assert_rows_are_dropped(functions, inputs, sum(lengths), cpu)
+        assert_rows_are_dropped(functions, inputs, sum(lengths), CPU)
     assert set(launched) == {f"{path}_forward", f"{path}_backward"}
 
 
@@ -301,18 +295,15 @@ def test_row_dropout(num_targets, dtype, path):
     ],
 )
 def test_dropout(num_targets, dtype, path, score):
-    lengths, cpu = [1100 if path == "warpgroup" else 560, 0, 3, 64, 1], torch.device("cpu")
-    inputs = inputs_of(lengths, cpu, dtype, 2, num_targets, 64)
-    del inputs["bias"]
-    inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
-    inputs["position_bias"] = inputs["position_bias"].to(dtype)
+    lengths = [1100 if path == "warpgroup" else 560, 0, 3, 64, 1]
+    inputs, _ = make_inputs(lengths, dtype, 2, num_targets, 64, num_positions=20)
     functions = [
         functools.partial(function, score=score)
         for function in (jagged_target_attention, target_attention_oracle)
     ]
     num_query_rows = num_targets * len(lengths)
     with gluon_in_numpy(path == "warpgroup") as launched:
-        assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(lengths), cpu)
+        assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(lengths), CPU)
     assert set(launched) == {f"{path}_forward", f"{path}_backward"}
 
 
@@ -328,10 +319,7 @@ def test_dropout(num_targets, dtype, path, score):
 )
 def test_scores(num_targets, dtype, path, score):
     lengths = [1100 if path == "warpgroup" else 560, 0, 3, 64, 1]
-    inputs = inputs_of(lengths, torch.device("cpu"), dtype, 2, num_targets, 64)
-    del inputs["bias"]
-    inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
-    inputs["position_bias"] = inputs["position_bias"].to(dtype)
+    inputs, _ = make_inputs(lengths, dtype, 2, num_targets, 64, num_positions=20)
     functions = jagged_target_attention, target_attention_oracle
     with gluon_in_numpy(path == "warpgroup") as launched:
         assert_matches_oracle(
@@ -342,10 +330,8 @@ def test_scores(num_targets, dtype, path, score):
 
 @pytest.mark.parametrize("num_targets", [2, 7])
 def test_queries_of_all_samples(num_targets, launched):
-    inputs = inputs_of(LENGTHS, torch.device("cpu"), torch.float16, num_targets=num_targets)
-    del inputs["bias"]
+    inputs, _ = make_inputs(LENGTHS, torch.float16, num_targets=num_targets, num_positions=20)
     inputs["query"] = inputs["query"][:1].contiguous()
-    inputs["position_bias"] = torch.ones(20, 2).half()
     assert_right(inputs)
     assert launched
 
@@ -353,7 +339,7 @@ def test_queries_of_all_samples(num_targets, launched):
 @pytest.mark.parametrize("num_targets", [1, 9])
 @pytest.mark.parametrize("has_warpgroup", [False, True], ids=["warps", "warpgroup"])
 def test_gradient_of_a_shared_query_is_summed_in_fp32(has_warpgroup, num_targets):
-    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, torch.device("cpu"))
+    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, CPU)
     with gluon_in_numpy(has_warpgroup) as launched:
         results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert torch.all(results["query"] == 4)
@@ -363,9 +349,7 @@ def test_gradient_of_a_shared_query_is_summed_in_fp32(has_warpgroup, num_targets
 @pytest.mark.parametrize("lengths", [[], [0, 0], [1], [16, 0], [31, 1030]], ids=str)
 @pytest.mark.parametrize("num_targets", [0, 1, 9])
 def test_lengths(lengths, num_targets, launched):
-    inputs = inputs_of(lengths, torch.device("cpu"), torch.float16, num_targets=num_targets)
-    del inputs["bias"]
-    inputs["position_bias"] = torch.ones(20, 2).half()
+    inputs, _ = make_inputs(lengths, torch.float16, num_targets=num_targets, num_positions=20)
     assert_right(inputs)
     assert bool(launched) == bool(lengths)
 
@@ -373,9 +357,7 @@ def test_lengths(lengths, num_targets, launched):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_repeats_are_bit_equal(dtype, launched):
     """Whichever chunk of a sample ends last."""
-    inputs = inputs_of([2500, 0, 40, 900], torch.device("cpu"), dtype)
-    del inputs["bias"]
-    inputs["position_bias"] = torch.randn(20, 2, generator=torch.Generator().manual_seed(1))
+    inputs, _ = make_inputs([2500, 0, 40, 900], dtype, num_positions=20)
     grad_out = torch.ones_like(inputs["query"])
     first, second = (
         outputs_and_gradients(jagged_target_attention, inputs, grad_out) for _ in range(2)
@@ -388,7 +370,7 @@ def test_repeats_are_bit_equal(dtype, launched):
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("for_backward", [False, True])
 def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
-    inputs = inputs_of([500, 0, 40], torch.device("cpu"), torch.float16)
+    inputs = inputs_of([500, 0, 40], CPU, torch.float16)
     arguments = arguments_of(inputs, bias=None, for_backward=for_backward)
     out, residual, _ = torch.ops.torchrec_jagged_attn.target_attention(*arguments)
     assert torch.isfinite(out).all()
@@ -399,9 +381,7 @@ def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
 
 @pytest.mark.parametrize("num_targets", [1, 9])
 def test_other_samples_never_matter(num_targets, launched):
-    inputs = inputs_of([5, 40, 600], torch.device("cpu"), torch.float16, num_targets=num_targets)
-    del inputs["bias"]
-    inputs["position_bias"] = torch.ones(20, 2).half()
+    inputs, _ = make_inputs([5, 40, 600], torch.float16, num_targets=num_targets, num_positions=20)
     grad_out = torch.ones_like(inputs["query"])
     alone = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     for name in ("query", "history"):
@@ -445,11 +425,9 @@ def test_rows_by_index(shape, num_rows, dtype, launched):
 def test_dropout_of_rows_by_index(num_targets, launched):
     inputs = by_index(LENGTHS, dtype=torch.float32, num_rows=300, num_targets=num_targets)
     num_places = sum(LENGTHS)
-    assert_rows_are_dropped(OVER_ROWS, inputs, num_places, torch.device("cpu"))
+    assert_rows_are_dropped(OVER_ROWS, inputs, num_places, CPU)
     num_query_rows = len(LENGTHS) * num_targets
-    assert_weights_are_dropped(
-        OVER_ROWS, inputs, num_query_rows, 2, num_places, torch.device("cpu")
-    )
+    assert_weights_are_dropped(OVER_ROWS, inputs, num_query_rows, 2, num_places, CPU)
     assert launched
 
 
@@ -468,9 +446,7 @@ def test_dropout_of_rows_by_index(num_targets, launched):
     ids=str,
 )
 def test_log_sum_exps(num_targets, dtype, others, path, checks):
-    inputs = make_inputs_of_lse(
-        torch.device("cpu"), dtype, num_targets, 2, others, [2100, 0, 3, 1, 33]
-    )
+    inputs = make_inputs_of_lse(CPU, dtype, num_targets, 2, others, [2100, 0, 3, 1, 33])
     with gluon_in_numpy(path == "warpgroup") as launched:
         checks(inputs)
     assert set(launched) == {f"{path}_forward", f"{path}_backward"}
