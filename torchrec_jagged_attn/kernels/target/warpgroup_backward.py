@@ -28,6 +28,7 @@ from torchrec_jagged_attn.kernels.target.warp_combine import (
     is_last_chunk,
     load_grad_lse,
     load_stats,
+    store_delta,
 )
 from torchrec_jagged_attn.kernels.target.warp_parts import (
     LN2,
@@ -117,13 +118,8 @@ def backward_kernel(
             grad_bias_ptr = grads.bias + chunk.first
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
-        of_queries: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
-        queries = gl.allocate_shared_memory(dtype, of_queries, warpgroup_layout(C.BLOCK_D))
-        grad_outs = gl.allocate_shared_memory(dtype, of_queries, warpgroup_layout(C.BLOCK_D))
-        copy_queries(
-            queries, query_ptr if C.LAYOUT == SHARED else query_ptr + row * C.D, count, C.D
-        )
-        copy_queries(grad_outs, grad_out_ptr + row * C.D, count, C.D)
+        queries = copy_queries(query_ptr if C.LAYOUT == SHARED else query_ptr + row * C.D, count, C)
+        grad_outs = copy_queries(grad_out_ptr + row * C.D, count, C)
         async_copy.commit_group()
         last = (chunk.first + end).to(gl.int32)
         ring = open_ring(history_desc, last, end - begin, C.NUM_STAGES)
@@ -138,6 +134,7 @@ def backward_kernel(
             dtype, [C.BLOCK_N, C.BLOCK_R], warpgroup_layout(C.BLOCK_R)
         )
 
+        of_queries: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
         in_memory: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps())
         grad_out = load_rows(grad_out_ptr, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
         out = load_rows(outputs.out, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
@@ -146,8 +143,7 @@ def backward_kernel(
         r = gl.arange(0, C.BLOCK_R, by_query)
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
         grad_lse = load_grad_lse(outputs, row, inverse, r)
-        if grad_lse is not None:
-            delta -= grad_lse
+        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
         shift = (maximum * LOG2E - gl.log2(inverse))[None, :]  # weights beyond count are zero
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (slot < 0)

@@ -86,12 +86,7 @@ def forward_kernel(
     if chunk.busy:
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
-        queries = gl.allocate_shared_memory(
-            dtype, [C.BLOCK_R, C.BLOCK_D], warpgroup_layout(C.BLOCK_D)
-        )
-        copy_queries(
-            queries, query_ptr if C.LAYOUT == SHARED else query_ptr + row * C.D, count, C.D
-        )
+        queries = copy_queries(query_ptr if C.LAYOUT == SHARED else query_ptr + row * C.D, count, C)
         async_copy.commit_group()
         last = (chunk.first + end).to(gl.int32)
         ring = open_ring(history_desc, last, end - begin, C.NUM_STAGES)

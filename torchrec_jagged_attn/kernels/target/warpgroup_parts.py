@@ -113,10 +113,15 @@ def _query_elements(tile, count, D: gl.constexpr):
 
 
 @gluon.jit
-def copy_queries(tile, ptr, count, D: gl.constexpr):
-    """Begin to copy ``count`` rows of width D from ``ptr`` on to ``tile``; zeros around them."""
-    elements, there = _query_elements(tile, count, D)
+def copy_queries(ptr, count, C: gl.constexpr):
+    """``[BLOCK_R, BLOCK_D]`` in shared memory; begins to copy ``count`` rows from ``ptr`` on to it,
+    and zeros around them.
+    """
+    shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
+    tile = gl.allocate_shared_memory(ptr.dtype.element_ty, shape, warpgroup_layout(C.BLOCK_D))
+    elements, there = _query_elements(tile, count, C.D)
     async_copy.async_copy_global_to_shared(tile, ptr + elements, mask=there)
+    return tile
 
 
 @gluon.jit
