@@ -248,16 +248,21 @@ def labels_of(
 ) -> dict[str, Any]:
     """Which case it is: what tells measurements of one provider apart."""
     gpus = dist.get_world_size()
+    ways = {
+        f"batch-{sizes.batch}": sizes.batch not in (*BATCHES.values(), QUICK.batch),
+        "by-popularity": sizes.by_popularity,
+        "cuda-graph": cuda_graph,
+        "fused": fused,
+    }
+    ways = [way for way, is_taken in ways.items() if is_taken]
     of_requests = (sizes.candidates, sizes.candidate_features)
     return {
         "suite": "end_to_end",
-        "case": step_case(sizes.mean, gpus, sharding, *of_requests),
+        "case": step_case(sizes.mean, gpus, sharding, *of_requests, ways),
         "mode": "step",
         **{name: getattr(sizes, name) for name in SIZES},
         "heads": check_target_heads(None, sizes.width),
         "gpus": gpus,
-        "dense_layers": "CUDA graphs" if cuda_graph else "eager",
-        "pipeline": "fused" if fused else "",
     }
 
 

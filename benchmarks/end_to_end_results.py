@@ -13,10 +13,9 @@ from stamps import stamp
 
 __all__ = ["SIZES", "add", "by_provider", "matching", "measured_with", "step_table"]
 
-SIZES = ("batch", "histories", "width", "table_rows", "skew", "by_popularity")
+SIZES = ("batch", "histories", "width", "table_rows", "skew")
 COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit", "note",
-           "batch", "histories", "width", "heads", "table_rows", "skew", "by_popularity",
-           "gpus", "dense_layers", "pipeline", "rows_per_sample", "replays",
+           "batch", "histories", "width", "heads", "table_rows", "skew", "gpus", "rows_per_sample",
            "gpu", "torch", "triton", "torchrec", "torchrec_jagged_attn", "date")  # fmt: skip
 
 
@@ -38,8 +37,7 @@ def matching(csv: Path, labels: dict[str, Any]) -> pd.DataFrame:
     """The rows that have ``labels``, and were measured on this kind of GPU."""
     frame = pd.DataFrame(columns=[*COLUMNS])
     if csv.exists():
-        frame = pd.read_csv(csv, dtype={"note": str, "pipeline": str})
-        frame = frame.fillna({"note": "", "pipeline": ""})
+        frame = pd.read_csv(csv, dtype={"note": str}).fillna({"note": ""})
     for name, value in {**labels, "gpu": measured_with()["gpu"]}.items():
         frame = frame[frame[name] == value]
     return frame

@@ -48,7 +48,7 @@ STEP_PROVIDERS = {
     "ours-as-peers": "ours, the function of peers",
     "ours-rows-travel": "ours, rows travel",
     "ours-single-ids": "ours, single ids",
-    "ours-index-dedup": "ours, one lookup of unique ids",
+    "ours-index-dedup": "ours, single ids, unique ids sent by TorchRec",
     "ours-newer-half": "ours, the newer half of histories",
     "ours-by-request": "ours, by request, one lookup",
 }
@@ -419,6 +419,37 @@ MODEL_TABLES = {
     ),
     "end_to_end_gpus": by_gpus("{* time} ({* gpu_busy}), {* throughput}"),
     "end_to_end_sent": by_gpus("{* sent}, {* sent_by_length}, {* sent_rows}"),
+    "end_to_end_ways": Table(
+        ("end_to_end_ways",),
+        "on two GPUs",
+        {
+            "200 events": "mean-200-2-gpus-row_wise",
+            "1,000 events": "mean-1000-2-gpus-row_wise",
+            "1,000 events, CUDA graphs of dense layers": "mean-1000-2-gpus-row_wise-cuda-graph",
+            "1,000 events, `TrainPipelineFusedSparseDist`": "mean-1000-2-gpus-row_wise-fused",
+            "1,000 events, popular ids in one shard": "mean-1000-2-gpus-row_wise-by-popularity",
+            "4,000 events": "mean-4000-2-gpus-row_wise",
+        },
+        lines(
+            *(
+                f"{STEP_PROVIDERS[name]} = {{{name} time}}"
+                for name in ("sum", "ours", "ours-single-ids", "ours-index-dedup")
+            )
+        ),
+        mode="step",
+    ),
+    "end_to_end_large": Table(
+        ("end_to_end_large",),
+        "GPUs",
+        {"1": "mean-1000-batch-8192", "2": "mean-1000-2-gpus-row_wise-batch-8192"},
+        lines(
+            *(
+                f"{STEP_PROVIDERS[x]} = {{{x} time}} ({{{x} gpu_busy}}), {{{x} throughput}}"
+                for x in ("sum", "linear-varlen", "ours")
+            )
+        ),
+        mode="step",
+    ),
     "end_to_end_selection": Table(
         ("end_to_end_selection",),
         "events",

@@ -477,7 +477,7 @@ def test_histories_are_as_long_as_asked_for():
 @pytest.mark.gpu
 def test_a_gpu_s_figures(tmp_path):
     frame = run(tmp_path / "steps.csv", "--cuda-graph", "--providers", "ours", "padded")
-    assert (frame["dense_layers"] == "CUDA graphs").all()
+    assert (frame["case"] == "mean-5-cuda-graph").all()
     of = frame.pivot(index="provider", columns="metric", values="median")
     for name in ("peak_memory", "gpu_busy"):
         assert (of[name] > 0).all(), name

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import (
@@ -26,6 +27,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.mlp import Perceptron
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -214,7 +216,13 @@ def make_model(
         candidate_features=candidate_features,
         single_id_features=single_id_features,
     )
-    return DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))
+    model = DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))
+    for module in model.modules():
+        if isinstance(
+            module, Perceptron
+        ):  # with ReLU, rounding can decide whether it has a gradient
+            module._activation_fn = F.softplus
+    return model
 
 
 def collection_of(model: nn.Module) -> TargetAttentionEmbeddingBagCollection:
