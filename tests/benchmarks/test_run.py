@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import io
-import json
 import re
 import time
 from dataclasses import replace
@@ -20,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("rich")
 
 import run
-import tune
 from rich.console import Console
 from suites import (
     Cost,
@@ -37,7 +35,6 @@ from suites import (
 
 from tests.cases import jagged_lengths
 from tests.oracles import flash_attention_oracle
-from tests.processes import run_code
 from torchrec_jagged_attn.semantic_ids import packed_codes
 
 SUITES = run.load_suites()
@@ -595,97 +592,3 @@ def test_quick_run_on_a_gpu_measures_graphs_kernels_and_memory(tmp_path):
     frame = pd.read_csv(csv)
     ours = frame[frame["provider"] != "floor"]
     assert set(ours["metric"]) == set(run.METRICS) - {"host_time", "host_time_one_thread"}
-
-
-INTERPRETED_TUNING = """
-import contextlib, itertools, json, sys
-from types import SimpleNamespace
-from unittest import mock
-
-import torch
-
-import tune
-from tests.kernels import quick_interpreter
-from torchrec_jagged_attn.kernels.common.launch import Launcher
-from tests.cases import CASES, Case
-
-CASES["tiny"] = Case("tiny", 2, 20, 1, 16, lengths=1.0)
-pool = contextlib.nullcontext(SimpleNamespace(map=lambda f, jobs, chunksize: [*map(f, jobs)]))
-tune.DEVICE = "cpu"
-tune.multiprocessing = SimpleNamespace(
-    cpu_count=lambda: 1, get_context=lambda how: SimpleNamespace(Pool=lambda jobs: pool)
-)
-candidates = tune.candidates
-tune.candidates = lambda *arguments: itertools.islice(candidates(*arguments), 2)
-tune.copy_bandwidth = lambda device, quick: 1e9
-tune.capture = lambda call: SimpleNamespace(replay=call)
-tune.time_ms = lambda call, device, quick: [1.0]
-torch.cuda.is_available = lambda: True
-torch.cuda.stream, torch.cuda.Stream = contextlib.nullcontext, lambda: None
-torch.cuda.synchronize = lambda: None
-launch, chunks = Launcher.__call__, []
-
-
-def launched(launcher, grid, arguments, constants):
-    chunks.append(constants["C"].CHUNK if "C" in constants else None)
-    launch(launcher, grid, arguments, constants)
-
-
-quick_interpreter.install()
-for direction, buckets in (("forward", "0"), ("backward", "5")):
-    with mock.patch.object(Launcher, "__call__", launched):
-        csv = f"{sys.argv[1]}/{direction}.csv"
-        argv = ["--cases", "tiny", "--directions", direction, "--buckets", buckets]
-        tune.main([*argv, "--chunks", "16", "--csv", csv])
-    print(json.dumps(chunks))
-    chunks.clear()
-"""
-
-
-def test_tuning_runs_the_kernels_with_each_candidate(tmp_path):
-    done = run_code(
-        f"import sys; sys.path.insert(0, {str(Path(run.__file__).parent)!r})",
-        INTERPRETED_TUNING,
-        argv=(str(tmp_path),),
-        TRITON_INTERPRET="1",
-    )
-    assert done.stdout.count("0 of 2 do not compile or run here") == 2
-    printed = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    for direction, chunks in zip(tune.DIRECTIONS, printed, strict=True):
-        frame = pd.read_csv(tmp_path / f"{direction}.csv")
-        assert frame["direction"].tolist() == [direction] * 2
-        assert frame["chosen"].tolist() == [True, False]
-        assert frame["CHUNK"].tolist() == [128, 16]
-        assert {*frame["CHUNK"]} <= {*json.loads(chunks)}
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--cases", "rank-7"], "no case is called 'rank-7'; there are: one-head"),
-        (["--directions", "up"], "no direction is called 'up'; there are: forward, backward"),
-    ],
-)
-def test_tuning_refuses_unknown_names(argv, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SystemExit, match=message):
-        tune.main(argv)
-
-
-def test_tuning_needs_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        tune.main([])
-    assert "it needs a CUDA device" in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("direction", tune.DIRECTIONS)
-def test_tuning_times_candidates_on_a_gpu(direction, tmp_path):
-    csv = tmp_path / "tiles.csv"
-    argv = ["--cases", "rank-200", "--directions", direction, "--chunks", "384", "--jobs", "4"]
-    tune.main([*argv, "--csv", str(csv)])
-    frame = pd.read_csv(csv)
-    assert frame["chosen"].sum() == 1
-    assert len(frame) > 1
-    assert (frame["ms"] > 0).all()
