@@ -11,9 +11,8 @@ oracle by the tolerance rule of ``tests/tolerance.py``. One that fails, or canno
 line that says why, and no figure. Times are medians; the CSV has the 20 % and 80 % quantiles beside
 them. The floor is the time that the inputs and outputs take at the copy bandwidth measured in the
 same run, or that the FLOPs take at PEAK_FLOPS, whichever is longer. Products of fp32 are exact
-unless --tf32 says otherwise, for all providers and for the tolerance. Backward runs in a thread of
-autograd's own, as everywhere, or with --one-thread in the caller's. --host times the host alone: of
-many calls without a wait for the GPU, in both threads, and in one.
+unless --tf32 says otherwise, for all providers and for the tolerance. --host times the host alone:
+of many calls without a wait for the GPU, with backward in autograd's thread, and in the caller's.
 """
 
 import argparse
@@ -22,7 +21,6 @@ import fnmatch
 import functools
 import gc
 import importlib
-import itertools
 import pkgutil
 import sys
 import timeit
@@ -35,7 +33,6 @@ import pandas as pd
 import torch
 from rich.columns import Columns
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from torch.utils.benchmark import Timer
@@ -55,7 +52,6 @@ MAX_REPEATS = 500  # whose median is steady, also of calls that take microsecond
 METRICS = {
     "time": "ms",
     "graph_time": "ms",
-    "kernel_time": "ms",
     "host_time": "ms",
     "host_time_one_thread": "ms",
     "peak_memory": "MiB",
@@ -114,27 +110,6 @@ def _evict() -> Callable[[], object]:
     """A function that fills the L2 cache by reading."""
     other = torch.ones(2**28 // 4, dtype=torch.int32, device="cuda")
     return functools.partial(torch.amax, other)
-
-
-def kernel_time_ms(call: Callable[[], object], quick: bool) -> list[float]:
-    """Median and quantiles of the milliseconds that the kernels of ``call`` run, without gaps."""
-    evict, repeats = _evict(), 5 if quick else 20
-
-    def durations(step: Callable[[], object]) -> list[tuple[str, float]]:
-        """Of the kernels and copies of each of the ``repeats`` calls: name and milliseconds."""
-        step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(repeats):
-                step()
-            torch.cuda.synchronize()
-        on_gpu = torch.autograd.DeviceType.CUDA
-        events = [event for event in profiler.events() if event.device_type == on_gpu]
-        return [(event.name, event.device_time / 1e3) for event in events]
-
-    foreign = {name for name, _ in durations(evict)}
-    own = [ms for name, ms in durations(lambda: (evict(), call())) if name not in foreign]
-    totals = np.reshape(own, (repeats, -1)).sum(1)
-    return np.quantile(totals, QUANTILES).tolist()
 
 
 def host_time_ms(call: Callable[[], object], quick: bool) -> list[float]:
@@ -332,8 +307,6 @@ def run_case(
             for mode, step in steps.items() if args.graph else ():
                 graph = capture(step)
                 add(provider, mode, "graph_time", time_ms(graph.replay, "cuda", args.quick))
-            for mode, step in steps.items() if args.kernels else ():
-                add(provider, mode, "kernel_time", kernel_time_ms(step, args.quick))
             for mode, step in steps.items() if args.host else ():
                 add(provider, mode, "host_time", host_time_ms(step, args.quick))
                 with torch.autograd.set_multithreading_enabled(False):
@@ -357,7 +330,6 @@ def make_table(rows: list[dict]) -> Table:
     heads = {
         "time": ("eager ms", "× peer", "of floor"),
         "graph_time": ("graph ms", "× peer", "of floor"),
-        "kernel_time": ("kernels ms", "× peer", "of floor"),
         "host_time": ("host ms", "× peer"),  # the floor is the GPU's
         "host_time_one_thread": ("one thread ms", "× peer"),
     }
@@ -395,34 +367,6 @@ def select(what: str, patterns: list[str], names: Iterable[str]) -> list[str]:
         if not fnmatch.filter(names, pattern):
             raise SystemExit(f"no {what} is called {pattern!r}; there are: {', '.join(names)}")
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
-
-
-@contextlib.contextmanager
-def show_progress(num_cases: int, console: Console) -> Iterator[Callable[[str], None]]:
-    """A bar of the cases done and the time left; yields what to call with the name of each next.
-
-    It lies under the results where ``console`` is a terminal, else on stderr: a line per case where
-    that is no terminal, either.
-    """
-    display = console if sys.stdout.isatty() else Console(stderr=True, highlight=False)
-    columns = (BarColumn(20), MofNCompleteColumn(), "cases,", TimeRemainingColumn(), "left:")
-    bar = Progress(
-        *columns,
-        "{task.description}",
-        console=display,
-        transient=True,
-        auto_refresh=False,  # nothing draws while a call is timed
-        speed_estimate_period=np.inf,  # a case may take minutes
-    )
-    with bar:
-        task, done = bar.add_task("", total=num_cases), itertools.count()
-
-        def begin(name: str) -> None:
-            bar.update(task, description=name, completed=next(done), refresh=True)
-            if not display.is_interactive:
-                display.print(bar)
-
-        yield begin
 
 
 @contextlib.contextmanager
@@ -482,11 +426,9 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     add("--modes", type=names, default=["*"], metavar="A,B*", help=f"of {', '.join(MODES)}")
     add("--device", choices=("cuda", "cpu"), default=default_device, help="default: cuda if there")
     add("--graph", action="store_true", help="time CUDA graphs, too")
-    add("--kernels", action="store_true", help="time kernels without the gaps, too")
     add("--host", action="store_true", help="time the host without the GPU, too")
     add("--csv", type=Path, metavar="FILE", help="write the figures of each case here")
     add("--tf32", action="store_true", help="products of fp32 may be rounded to TF32")
-    add("--one-thread", action="store_true", help="autograd runs backward in the caller's thread")
     add("--list", action="store_true", help="print the suites, or all names of those given")
     add("--quick", action="store_true", help="tiny inputs and short runs, to see that all works")
     args = parser.parse_args(argv)
@@ -507,8 +449,8 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     too_large = args.device == "cpu" and any(cases[name].large for name in args.cases)
     if not args.cases or (too_large and not any_size):
         parser.error("the cases are too large for a CPU: add --quick")
-    if args.device == "cpu" and (args.graph or args.kernels or args.host):
-        parser.error("--graph, --kernels and --host need --device cuda")
+    if args.device == "cpu" and (args.graph or args.host):
+        parser.error("--graph and --host need --device cuda")
     if not args.list:
         if args.device == "cuda" and not torch.cuda.is_available():
             parser.error("--device must be cpu here, got 'cuda': PyTorch finds no CUDA device")
@@ -533,7 +475,6 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     measured = {
         "fp32_products": "tf32" if args.tf32 else "fp32",
-        "backward_in": "the caller's thread" if args.one_thread else "autograd's thread",
         **stamp("triton", device=args.device),
     }
     gc.collect()
@@ -553,14 +494,9 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     # One stream for all: a graph cannot capture the default one, nor a backward that began there.
     stream = torch.cuda.Stream() if args.device == "cuda" else None
     try:
-        one_thread = torch.autograd.set_multithreading_enabled(not args.one_thread)
         # Threads only wait for each other where inputs are tiny, and for long where cores are busy.
         threads = num_threads(1 if args.quick else torch.get_num_threads())
-        cases = {
-            suite.name: [name for name in args.cases if name in suite.cases] for suite in chosen
-        }
-        progress = show_progress(sum(map(len, cases.values())), console)
-        with one_thread, torch.cuda.stream(stream), threads, progress as begin:
+        with torch.cuda.stream(stream), threads:
             bandwidth = copy_bandwidth(args.device, args.quick)
             console.print(", ".join(f"{key} {value}" for key, value in measured.items()))
             console.print(f"copy {bandwidth / 1e12:.3g} TB/s, reads and writes counted")
@@ -569,8 +505,7 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                     "quick: tiny inputs in one thread; times show that all works, no more"
                 )
             for suite in chosen:
-                for name in cases[suite.name]:
-                    begin(f"{suite.name} {name}")
+                for name in (name for name in args.cases if name in suite.cases):
                     case = suite.cases[name]
                     if args.quick:
                         gc.freeze()  # nor is what cases import; what else they leave is tiny

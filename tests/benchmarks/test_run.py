@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("rich")
 
 import run
-from rich.console import Console
 from suites import (
     Cost,
     UnavailableError,
@@ -43,7 +42,7 @@ KERNEL = target_attention_kernel.SUITE
 COLUMNS = [
     *("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit"),
     *("B", "T", "H", "D", "L", "N", "fill", "dtype", "bytes", "flops"),
-    *("fp32_products", "backward_in", "gpu", "torch", "triton", "torchrec_jagged_attn", "date"),
+    *("fp32_products", "gpu", "torch", "triton", "torchrec_jagged_attn", "date"),
 ]
 
 
@@ -169,31 +168,6 @@ def test_quick_run_writes_csv_and_table(tmp_path, capsys):
     assert not frame.duplicated(["suite", "case", "provider", "mode", "metric"]).any()
     printed = capsys.readouterr().out
     assert re.search("torch-varlen.*: not run here: needs CUDA", printed)
-
-
-def test_progress_goes_to_stderr_and_counts_every_case(tmp_path, capsys):
-    cases = list(SUITES["ikbo"].cases)[:2]
-    status, frame = run_quickly(tmp_path, "ikbo", "--cases", ",".join(cases))
-    assert status == 0
-    out, err = capsys.readouterr()
-    assert "quick: tiny inputs" in out
-    assert "cases" not in out
-    begun = [line.split()[-6:] for line in err.splitlines() if "left:" in line]
-    assert [(line[0], line[-1]) for line in begun] == [("0/2", cases[0]), ("1/2", cases[1])]
-    assert {f"{case}-quick" for case in cases} == {*frame["case"]}
-
-
-def test_progress_estimates_the_time_left(monkeypatch):
-    printed, now = io.StringIO(), iter(range(0, 10_000, 10))
-    console = Console(file=printed, width=100, force_terminal=True, color_system=None)
-    monkeypatch.setattr(run.sys.stdout, "isatty", lambda: True, raising=False)
-    console.get_time = lambda: next(now)
-    with run.show_progress(30, console) as begin:
-        for case in range(4):
-            begin(f"case-{case}")
-    last = printed.getvalue().split("case-3")[-2]
-    assert "3/30" in last
-    assert "-:--:-- left" not in last
 
 
 def test_a_quick_time_is_that_of_a_call():
@@ -585,9 +559,9 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_quick_run_on_a_gpu_measures_graphs_kernels_and_memory(tmp_path):
+def test_quick_run_on_a_gpu_measures_graphs_and_memory(tmp_path):
     csv = tmp_path / "figures.csv"
-    argv = ["--quick", "--device", "cuda", "--graph", "--kernels", "--providers", "ours*"]
+    argv = ["--quick", "--device", "cuda", "--graph", "--providers", "ours*"]
     assert run.main([*argv, "--cases", "rank-1k,rank-200-fp32", "--csv", str(csv)]) == 0
     frame = pd.read_csv(csv)
     ours = frame[frame["provider"] != "floor"]
