@@ -38,8 +38,10 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import suites
+from options import writable_file
 from stamps import stamp
 from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
 
@@ -400,17 +402,6 @@ def print_names(suite: Suite, console: Console) -> None:
         console.print(Columns(names, column_first=True))
 
 
-def check_writable(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Make the place of the CSV, or refuse it before anything is timed."""
-    if args.csv:
-        try:
-            args.csv.parent.mkdir(parents=True, exist_ok=True)
-            args.csv.open("a").close()
-        except OSError as error:
-            reason = f"{str(args.csv)!r}: {error.strerror}"
-            parser.error(f"--csv must be a file that can be written, got {reason}")
-
-
 def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace:
     """The command line, its names checked and their ``*`` expanded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -427,7 +418,7 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     add("--device", choices=("cuda", "cpu"), default=default_device, help="default: cuda if there")
     add("--graph", action="store_true", help="time CUDA graphs, too")
     add("--host", action="store_true", help="time the host without the GPU, too")
-    add("--csv", type=Path, metavar="FILE", help="write the figures of each case here")
+    add("--csv", type=writable_file, metavar="FILE", help="write the figures of each case here")
     add("--tf32", action="store_true", help="products of fp32 may be rounded to TF32")
     add("--list", action="store_true", help="print the suites, or all names of those given")
     add("--quick", action="store_true", help="tiny inputs and short runs, to see that all works")
@@ -451,10 +442,8 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
         parser.error("the cases are too large for a CPU: add --quick")
     if args.device == "cpu" and (args.graph or args.host):
         parser.error("--graph and --host need --device cuda")
-    if not args.list:
-        if args.device == "cuda" and not torch.cuda.is_available():
-            parser.error("--device must be cpu here, got 'cuda': PyTorch finds no CUDA device")
-        check_writable(parser, args)
+    if not args.list and args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device must be cpu here, got 'cuda': PyTorch finds no CUDA device")
     return args
 
 
@@ -487,6 +476,7 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
         """Add the figures to the CSV that it lacks."""
         nonlocal written
         if args.csv and rows[written:]:
+            args.csv.parent.mkdir(parents=True, exist_ok=True)
             frame = pd.DataFrame(rows[written:]).assign(**measured)
             frame.to_csv(args.csv, mode="a" if written else "w", header=not written, index=False)
             written = len(rows)

@@ -519,8 +519,8 @@ def test_large_cases_are_refused_on_cpu(argv, capsys):
     [
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["--device", "cuda"], "--device must be cpu here, got 'cuda'"),
-        (["--csv", "{folder}"], "--csv must be a file that can be written, got '{folder}': Is a"),
-        (["--csv", "{file}/a.csv"], "--csv must be a file that can be written, got '{file}/a.csv'"),
+        (["--csv", "{folder}"], "--csv: must be a file, got the folder '{folder}'"),
+        (["--csv", "{file}/a.csv"], "--csv: must be a folder that can be written, got '{file}'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_timed(
