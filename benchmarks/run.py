@@ -412,7 +412,7 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     add = parser.add_argument
     add("suites", nargs="*", metavar="SUITE", help="default: all")
-    add("--cases", type=names, metavar="A,B*", help="default: those of each suite")
+    add("--cases", type=names, metavar="A,B*", help="default: those for the device")
     add("--providers", type=names, default=["*"], metavar="A,B*", help="default: all")
     add("--modes", type=names, default=["*"], metavar="A,B*", help=f"of {', '.join(MODES)}")
     add("--device", choices=("cuda", "cpu"), default=default_device, help="default: cuda if there")
@@ -432,9 +432,8 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     cases = {name: case for suite in chosen for name, case in suite.cases.items()}
     any_size = args.quick or args.list
     if args.cases is None:
-        default = dict.fromkeys(name for suite in chosen for name in suite.default or suite.cases)
         on_gpu = args.device == "cuda"
-        args.cases = [name for name in default if any_size or cases[name].large == on_gpu]
+        args.cases = [name for name in cases if any_size or cases[name].large == on_gpu]
     else:
         args.cases = select("case", args.cases, cases)
     too_large = args.device == "cpu" and any(cases[name].large for name in args.cases)

@@ -331,7 +331,7 @@ OP_TABLES = {
         padded PyTorch = {padded forward/both}""",
     ),
     "figure2": Table(
-        ("figure2", "figure2_skewed"),
+        ("figure2",),
         "longest",
         {str(n): f"length-{n}" for n in (64, 128, 256, 512, 1024, 2048, 4096)}
         | {f"skewed, {n}": f"skewed-{n}" for n in (64, 256, 1024, 4096)},

@@ -103,7 +103,6 @@ class Suite:
             raises :class:`UnavailableError`. Names of our own start with ``ours``, all others are
             peers.
         modes: what is timed. Without a backward, gradients are neither computed nor checked.
-        default: cases that run when none is named; all by default.
     """
 
     name: str
@@ -114,4 +113,3 @@ class Suite:
     cost: Callable[[Inputs], dict[str, Cost]]
     providers: dict[str, Callable[[Inputs], Callable[[], Tensor] | Relaid]]
     modes: tuple[str, ...] = MODES
-    default: tuple[str, ...] = ()

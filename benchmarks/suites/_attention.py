@@ -1,10 +1,11 @@
 """Peers of attention from the targets of a sample to its jagged history, behind one interface.
 
-Each maker takes the inputs and returns ``attend(q, k, v, bias=None)``. ``q`` is ``[ΣT, H, D]`` rows
-of all targets, ``k`` and ``v`` are ``[N, H, D]`` rows of all histories. ``bias`` is ``[N, H]`` and
-added to the scores of its row. The result is ``[ΣT, H, D]``, and the scale is ``1/√D``. What a
-training loop makes once per batch for all layers (int32 offsets, the longest length on the host) is
-made outside the call; what it makes per layer is inside.
+Each maker takes the inputs and returns ``attend(q, k, v)``. ``q`` is ``[ΣT, H, D]`` rows of all
+targets, ``k`` and ``v`` are ``[N, H, D]`` rows of all histories. The result is ``[ΣT, H, D]``, and
+the scale is ``1/√D``. ``padded_sdpa`` and ``torch_varlen`` also take a ``bias`` ``[N, H]``, which
+is added to the scores of its row. What a training loop makes once per batch for all layers (int32
+offsets, the longest length on the host) is made outside the call; what it makes per layer is
+inside.
 """
 
 import ctypes
@@ -148,8 +149,8 @@ def flash_attention_3(x: Inputs) -> Attend:
     """FlashAttention-3, loaded from the library that ``FLASH_ATTENTION_3`` names."""
     lengths = _varlen(x)
     _load_flash_attention_3()
-    return bias_as_column(
-        lambda q, k, v, scale: _FlashAttention3.apply(q, k, v, {**lengths, "softmax_scale": scale})
+    return lambda q, k, v: _FlashAttention3.apply(
+        q, k, v, {**lengths, "softmax_scale": q.shape[-1] ** -0.5}
     )
 
 
@@ -187,23 +188,18 @@ class _FlashAttention3(torch.autograd.Function):
         return *grads, None
 
 
-def _each_head(
-    x: Inputs, one_head: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-) -> Attend:
+def _each_head(x: Inputs, one_head: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attend:
     """By a call per head, for ops that have one and take as many targets from every sample.
 
-    ``one_head(q, k, v, bias)`` has ``[B, T, D]``, ``[N, D]``, ``[N, D]`` and ``[N, 1]``.
+    ``one_head(q, k, v)`` has ``[B, T, D]``, ``[N, D]`` and ``[N, D]``.
     """
     num_samples = x.offsets.numel() - 1
     if x.query_offsets[-1] != num_samples * x.max_targets:
         raise UnavailableError("takes as many targets from every sample")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q_BTHD = (q * q.shape[-1] ** -0.5).unflatten(0, (num_samples, x.max_targets))
-        heads = [
-            one_head(q_BTHD[:, :, h], k[:, h], v[:, h], None if bias is None else bias[:, h, None])
-            for h in range(q.shape[1])
-        ]
+        heads = [one_head(q_BTHD[:, :, h], k[:, h], v[:, h]) for h in range(q.shape[1])]
         return torch.stack(heads, 2).flatten(0, 1)
 
     return attend
@@ -222,13 +218,9 @@ def fbgemm_sll(x: Inputs) -> Attend:
     no_bias = torch.zeros(shape, device=x.offsets.device)
     allow_tf32 = torch.get_float32_matmul_precision() != "highest"
 
-    def one_head(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        bias_BLT = no_bias
-        if bias is not None:
-            padded = Padding(x.offsets, bias.shape[0], x.max_length).pad(bias)
-            bias_BLT = padded.expand(shape).contiguous()
+    def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.ops.fbgemm.sll_jagged_dense_flash_attention(
-            k, q.mT, v, bias_BLT, x.offsets, x.max_length, allow_tf32
+            k, q.mT, v, no_bias, x.offsets, x.max_length, allow_tf32
         )
 
     return _each_head(x, one_head)
@@ -240,10 +232,8 @@ def fbgemm_chain(x: Inputs) -> Attend:
 
     ops = torch.ops.fbgemm
 
-    def one_head(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def one_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores, _ = ops.jagged_dense_bmm(k, x.offsets, q.mT, x.max_length)  # [N, T]
-        if bias is not None:
-            scores = scores + bias
         weights, _ = ops.jagged_softmax(scores, x.offsets, x.max_length)
         return ops.jagged_jagged_bmm(weights, v, x.offsets, x.max_length)
 

@@ -2,12 +2,11 @@
 
     python benchmarks/run.py host --host --csv benchmarks/results/host.csv
 
-Each case is a function of another suite. ``linear`` is one ``nn.Linear`` on the rows, for scale.
+Each case is a function of another suite.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -71,18 +70,6 @@ def self_attention_module(x: Inputs) -> Callable[[], Tensor]:
     return lambda: attention(history).values()
 
 
-def linear(x: Inputs) -> Tensor:
-    """Of the rows, by the weight of the output's projection."""
-    return F.linear(x.leaves["history"], x.leaves["out_proj.weight"], x.leaves["out_proj.bias"])
-
-
-def make_linear_inputs(case: Case, device: str) -> Inputs:
-    """Histories ``[N, E]``, a weight and a bias."""
-    x = make_rows(case, device)
-    names = ("history", "out_proj.weight", "out_proj.bias")
-    return replace(x, leaves={name: x.leaves[name] for name in names})
-
-
 SELF_ATTENTION_MODULE = Suite(
     name="self_attention_module",
     measures="JaggedSelfAttention",
@@ -95,15 +82,6 @@ SELF_ATTENTION_MODULE = Suite(
         "linear+torch-varlen": lambda x: functools.partial(attend, x, torch_varlen(x)),
     },
 )
-LINEAR = Suite(
-    name="linear",
-    measures="one nn.Linear",
-    cases={},
-    inputs=make_linear_inputs,
-    oracle=linear,
-    cost=cost_of_rows,
-    providers={"linear": lambda x: functools.partial(linear, x)},
-)
 FUNCTIONS = {
     suite.name: suite
     for suite in (
@@ -113,11 +91,10 @@ FUNCTIONS = {
         SELF_ATTENTION_MODULE,
         self_attention.SUITE,
         self_attention_recency.SUITE,
-        LINEAR,
     )
 } | dict.fromkeys(table1.OPS, table1.SUITE)
 PEERS = (
-    *("linear", "linear+torch-varlen", "torch-varlen", "torch-varlen-unbiased"),
+    *("linear+torch-varlen", "torch-varlen", "torch-varlen-unbiased"),
     *("flash-attention-3", "flash-attention-3-unbiased", "fbgemm-cuda", "fbgemm-sll"),
     *("linear+padded-sdpa", "padded-sdpa", "padded"),
 )

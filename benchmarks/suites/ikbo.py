@@ -154,8 +154,4 @@ SUITE = Suite(
         },
     },
     modes=("forward",),
-    default=(
-        *(f"ikbo-{length}{end}" for length in (512, 4096, 16384) for end in ("", "-jagged")),
-        "cpu-ikbo",
-    ),
 )

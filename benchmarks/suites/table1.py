@@ -319,5 +319,4 @@ SUITE = Suite(
         "fbgemm-cuda": fbgemm_cuda,
         "fbgemm-sll": fbgemm_sll,
     },
-    default=tuple(name for name, case in CASES.items() if case.large),
 )

@@ -1,7 +1,7 @@
 """Target attention with a learned bias by position in the history, and its gradient.
 
 Peers have no such bias. Each takes one score per row, ``[N, H]``, gathered from the table of
-positions, in whatever form it can: a mask, an argument of its own, or one more column of the keys.
+positions: in a mask, or as one more column of the keys.
 """
 
 import functools
@@ -61,6 +61,9 @@ SUITE = replace(
     providers={
         "ours+recency": base.ours,
         "ours-materialized+recency": base.ours_materialized,
-        **{f"linear+{name}": functools.partial(_over_keys, peer) for name, peer in PEERS.items()},
+        **{
+            f"linear+{name}": functools.partial(_over_keys, PEERS[name])
+            for name in ("padded-sdpa", "torch-varlen")
+        },
     },
 )

@@ -51,8 +51,8 @@ SUITE = replace(
     base.SUITE,
     name="targets",
     measures="target_attention with 1 to 2,048 targets",
-    cases=sweep(LARGE, 1, 4, 16, 24, 32, 48, 64, 128, 256)
-    | sweep(LARGE_FP32, 1, 4, 8, 12, 16, 32, 64, 128)
+    cases=sweep(LARGE, 4, 16, 24, 32, 48, 64, 128)
+    | sweep(LARGE_FP32, 4, 8, 12, 16, 32, 64, 128)
     | REQUESTS
     | sweep(SMALL, 1, 4, 16, 32, 64, 128, 192),
     inputs=make_inputs,

@@ -78,7 +78,7 @@ def test_the_place_of_a_table_without_its_file_says_so(tmp_path, monkeypatch):
         ("semantic_ids", "semantic_ids", ""),
         ("target_attention_scores", "target_attention_scores", ""),
         ("select_events", "select_events", ""),
-        ("serving", "serving", "*"),
+        ("serving", "serving", ""),
     ],
 )
 def test_rows_and_columns_are_cases_and_providers(table, suite, left_out):

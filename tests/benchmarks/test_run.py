@@ -27,6 +27,7 @@ from suites import (
     ikbo,
     self_attention_window,
     serving,
+    table1,
     target_attention,
     target_attention_kernel,
     targets,
@@ -54,11 +55,10 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def test_every_suite_file_is_found():
-    others = ["host", "ikbo", "select_events", "semantic_ids", "serving", "table1", "targets"]
+    others = ["figure2", "host", "ikbo", "select_events", "semantic_ids", "serving", "table1"]
     variants = [f"target_attention_{name}" for name in ("rows", "scores")]
-    figure2 = ["figure2", "figure2_skewed"]
     self_attention = ["self_attention", "self_attention_recency", "self_attention_window"]
-    assert list(SUITES) == sorted([*TRAINING, *others, *variants, *figure2, *self_attention])
+    assert list(SUITES) == sorted([*TRAINING, *others, "targets", *variants, *self_attention])
     assert all(suite.name == name for name, suite in SUITES.items())
 
 
@@ -82,15 +82,15 @@ def test_list_of_a_suite_prints_all_its_names(suite, capsys):
 
 
 def with_one_case_of_each_kind(suite):
-    """One default case for each name without its numbers, each dtype, and whether targets, places
+    """One case for each name without its numbers, each dtype, and whether targets, places
     of a row and lengths are one.
     """
     kinds = {}
-    for case in (suite.cases[name] for name in suite.default or suite.cases):
+    for case in suite.cases.values():
         words = re.sub(r"[\d.]+k?", "", case.name)
         one = case.num_targets == 1, case.name.endswith("-x1"), case.lengths == 1
         kinds.setdefault((words, case.dtype, *one), case)
-    return replace(suite, cases={case.name: case for case in kinds.values()}, default=())
+    return replace(suite, cases={case.name: case for case in kinds.values()})
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_quick_times_ours_on_every_kind_of_case_within_a_minute_of_a_core(all_of
     assert seconds < 60
     for suite in SUITES.values():
         timed = frame[(frame["suite"] == suite.name) & frame["provider"].str.startswith("ours")]
-        cases = {*with_one_case_of_each_kind(suite).cases} - {"linear-host"}  # has a peer alone
+        cases = {*with_one_case_of_each_kind(suite).cases}
         assert {*timed["case"]} == {f"{case}-quick" for case in cases}
 
 
@@ -244,7 +244,7 @@ def test_all_that_runs_here_is_right_on_empty_histories(suite, tmp_path, capsys)
     """PyTorch's attention by its formula: its kernel for CPUs may err by more than the rule."""
     case = next(iter(suite.cases.values()))
     cases = {"edges": replace(case, lengths="edges", dtype=torch.float32)}
-    known = {suite.name: replace(suite, cases=cases, default=())}
+    known = {suite.name: replace(suite, cases=cases)}
     with sdpa_kernel(SDPBackend.MATH):
         status, frame = run_quickly(tmp_path, "--modes", "forward", known=known)
     printed = capsys.readouterr().out
@@ -358,7 +358,9 @@ def test_flops_are_two_products_of_pairs_forward_and_five_backward():
 
 def test_flops_with_projections_are_those_of_the_cheaper_form():
     suite, width, rows = SUITES["targets"], 128, 640
-    cases = (replace(suite.cases["targets-1"], batch_size=5, max_length=128, lengths=1.0),)
+    cases = (
+        replace(suite.cases["targets-4"], batch_size=5, max_length=128, num_targets=1, lengths=1.0),
+    )
     few = suite.inputs(cases[0], "cpu")
     many = suite.inputs(replace(cases[0], num_targets=512), "cpu")
     assert suite.cost(few)["forward"].flops == 8 * 5 * width**2 + 4 * rows * 4 * width
@@ -367,19 +369,19 @@ def test_flops_with_projections_are_those_of_the_cheaper_form():
 
 
 def test_candidates_are_uneven_and_as_many_in_all():
-    name = "u15-t64-l512-d64"
+    name = "u15-t64-l1024-d128"
     x = serving.SUITE.inputs(replace(serving.CASES[name], max_length=20), "cpu")
     candidates = x.query_offsets.diff()
     assert len(x.leaves["target"]) == x.query_offsets[-1] == 15 * 64
     assert 64 / 3 - 1 < candidates.min() < 64 < candidates.max() == x.max_targets < 64 * 3 + 1
-    x = serving.SUITE.inputs(replace(serving.CASES["u1-t64-l512-d64"], max_length=20), "cpu")
+    x = serving.SUITE.inputs(replace(serving.CASES["u1-t64-l4096-d128"], max_length=20), "cpu")
     assert x.query_offsets.tolist() == [0, 64]
     assert x.offsets.tolist() == [0, 20]
 
 
 @pytest.mark.parametrize("lengths", ["edges", "uniform"])
 def test_a_copy_of_the_history_for_each_candidate_changes_nothing(lengths):
-    case = replace(serving.CASES["u15-t4-l512-d64"], max_length=20, lengths=lengths)
+    case = replace(serving.CASES["u15-t4-l1024-d128"], max_length=20, lengths=lengths)
     suite = SUITES["targets"]
     x = serving.make_inputs(replace(case, dtype=torch.float32), "cpu").double()
     assert 0 in x.offsets.diff() or lengths != "edges"
@@ -455,7 +457,7 @@ def test_requests_have_as_many_candidates_in_all():
 
 
 def test_serving_is_forward_only(tmp_path):
-    argv = ["serving", "--cases", "u15-t64-l512-d64"]
+    argv = ["serving", "--cases", "u15-t64-l1024-d128"]
     status, frame = run_quickly(tmp_path, *argv)
     assert status == 0
     assert set(frame["mode"]) == {"forward"}
@@ -471,7 +473,11 @@ def test_lengths_of_a_given_fill(fill):
     assert lengths.float().mean() / 2000 == pytest.approx(fill, abs=0.001)
 
 
-@pytest.mark.parametrize("case", SUITES["figure2_skewed"].cases.values(), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in SUITES["figure2"].cases.values() if case.lengths == "skewed"],
+    ids=lambda c: c.name,
+)
 def test_skewed_lengths_fill_three_twentieths(case):
     generator = torch.Generator().manual_seed(0)
     lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
@@ -546,6 +552,7 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
         "cpu-self-1k",
         *(f"cpu-1k-window-{window}" for window in ("all", 256, 64)),
         "cpu-half-full",
+        *(f"{op}-cpu" for op in table1.OPS),
         "cpu-skewed",
         "cpu-movielens",
         *(f"cpu-skewed-x{places}" for places in (1, 4, 16, 64)),
@@ -554,8 +561,8 @@ def test_small_cases_are_the_default_on_cpu(monkeypatch):
         *(f"cpu-targets-{targets}" for targets in (1, 4, 16, 32, 64, 128, 192)),
     ]
     on_gpu = run.parse(SUITES, ["--device", "cuda"]).cases
-    assert {"rank-1k", *serving.DEFAULT} <= set(on_gpu)
-    assert not {"cpu-skewed", "u1-t64-l512-d64"} & set(on_gpu)
+    assert {"rank-1k", *serving.CASES} <= set(on_gpu)
+    assert "cpu-skewed" not in on_gpu
 
 
 @pytest.mark.gpu
