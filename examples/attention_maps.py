@@ -1,4 +1,4 @@
-"""A picture of what an attention looks at."""
+"""A plot of attention weights."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class Examples(Dataset):
                 values=torch.cat([ids for ids, _ in features.values()]),
                 lengths=torch.cat([rows for _, rows in features.values()]),
                 weights=weights,
-                # Known here; a GPU would have to be asked.
+                # Known here; reading it from a GPU would synchronize.
                 length_per_key=[len(ids) for ids, _ in features.values()],
             ),
             labels=self.label[index],

@@ -1,4 +1,4 @@
-"""A synthetic log with planted tastes, in which attention finds what pooling blurs."""
+"""A synthetic log with planted interests, which attention finds and a sum or mean blurs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from events import InteractionLog
 
 SWITCH, DROP, STRAY = 0.15, 0.1, 0.05
-"""Chances per event: turn to another interest; swap an interest for a new one; take anything."""
+"""Chances per event: switch to another interest; swap an interest for a new one; take anything."""
 CONVERTING, NOISE_CONVERTING = 0.8, 0.02
 """Chances that an event of interest converts, and that noise does."""
 DWELL, NOISE_DWELL = 40, 4
@@ -28,8 +28,8 @@ def planted_log(
     """Users with several interests, who follow one for a few events, then another, and drop some.
 
     What a user takes is of a kind that interests them *now*. A sum or mean over the history counts
-    interests long dropped, and weights by recency forget those that only pause. Attention can ask
-    for the candidate's kind, and how long ago it was last seen.
+    interests long dropped, and weights by recency forget those that only pause. Attention can weigh
+    events by the candidate's kind and by how long ago it was last seen.
 
     Args:
         num_users: users.

@@ -9,8 +9,8 @@ model that was trained, with requests for samples: a user's history is looked up
 all candidates.
 
 With --triton FOLDER, it also writes a model for Triton Inference Server. With --explain K, it shows
-which K events of the history each of the best candidates looks at most, and the weight that each
-head of the attention gives them.
+the K events of the history with the largest weights for each of the best candidates, and the
+weights by head.
 
 A request names the user's features, the history from the oldest event to the newest, and the
 candidates, with counts as they are, and at most 10,000 rows of either:
@@ -210,10 +210,11 @@ def score(server: Server, request: object) -> tuple[np.ndarray, float]:
 def explain(
     scorer: Scorer, requests: Requests, request: object, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The events that each candidate looks at most, `most` or all, from the largest weight on.
+    """The events with the largest weights for each candidate, `most` or all, in descending order.
 
     Returns:
-        `[C, K]`, places in the history; and `[C, K, H]`, the weight by each head, whose mean ranks.
+        `[C, K]`, indices into the history; and `[C, K, H]`, the weights by head, ranked by their
+        mean.
     """
     _, *tensors = requests.tensors([requests.check(request)])
     weights = scorer.explain(*tensors).cpu().numpy().swapaxes(0, 1)

@@ -43,7 +43,7 @@ WAYS = ("relevance", "newest", "random")
 DEFAULT_OUT = Path("runs/train_dlrm")
 RESULTS, PICTURE = "results.json", "results.png"
 STEPS_PER_LOOK = 10
-"""Steps between looks at the loss and for a Ctrl-C: the GPU runs ahead in between."""
+"""Steps between checks of the loss and of Ctrl-C: the GPU runs ahead in between."""
 
 
 class Run(NamedTuple):
@@ -476,7 +476,7 @@ def read_events(args: argparse.Namespace) -> Events:
 
 
 def make_room(args: argparse.Namespace) -> None:
-    """Clears --out for a new run; an earlier one is deleted only where that was asked for.
+    """Clears --out for a new run; an earlier one is deleted only if requested.
 
     Raises:
         CheckpointError: --out holds one, and is not the default folder.

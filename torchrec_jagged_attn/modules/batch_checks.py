@@ -84,7 +84,7 @@ def has_no_sample(features: KeyedJaggedTensor) -> bool:
 
 
 def one_sample_without_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """What lookups take in place of ``features`` that have no sample."""
+    """What lookups take instead of ``features`` that have no sample."""
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),

@@ -20,7 +20,7 @@ __all__ = ["embedding_bag_keys", "rename_keys"]
 
 def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
     """What state dicts call the tables of ``model``, and what they call them in the same model with
-    EmbeddingBagCollections in place of its TargetAttentionEmbeddingBagCollections.
+    EmbeddingBagCollections instead of its TargetAttentionEmbeddingBagCollections.
 
     Args:
         model: sharded or not, and wrapped or not: in DistributedModelParallel,

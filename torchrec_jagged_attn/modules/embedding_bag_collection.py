@@ -52,16 +52,16 @@ NO_BOUND = torch.iinfo(torch.int64).max
 class TargetAttentionEmbeddingBagCollection(nn.Module):
     r"""An EmbeddingBagCollection whose histories are pooled by attention to the sample's target.
 
-    It takes the place of ``EmbeddingBagCollection(tables)`` in a model such as
+    It replaces ``EmbeddingBagCollection(tables)`` in a model such as
     ``torchrec.models.dlrm.DLRM``: same input, and an output with the same keys, in the same order
     and widths. For a history with rows :math:`x_n` and its target's row :math:`t`, the sum becomes
 
     .. math:: \sum_n x_n \quad\to\quad \mathrm{JaggedTargetAttention}(t, x)
 
     and every other feature is pooled by sum or mean, as its table says. With ``user_embedding``,
-    keys of users follow, which a model that reads features by their names, as DLRM does, passes by.
+    keys of users follow, which a model that reads features by name, as DLRM does, ignores.
 
-    Tables that hold a target or a history live in ``embedding_collections``, one
+    Tables that hold a target or a history are in ``embedding_collections``, one
     EmbeddingCollection for each width, and the others in ``embedding_bag_collection`` (``None``
     where there is none), so that TorchRec's planner and sharders find the modules they know. A
     feature pooled by sum or mean costs the communication of its single rows when it shares a table
@@ -332,7 +332,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 different lengths; or timestamps decrease within a history. Counts of rows are
                 always checked; ids, lengths of each sample and the order of timestamps on CPU, and
                 on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
-                Weights that are missing or not asked for, or batch sizes that vary by feature
+                Weights that are missing or unexpected, or batch sizes that vary by feature
                 without ``inverse_indices``. In the first batch: an optimizer in backward of the
                 attentions' weights.
             NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
@@ -373,7 +373,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             for at, keys in enumerate(self._by_index):
                 # After the lookup of bags has begun: this waits for the rows.
                 sequences[at], found = take_rows(sequences[at], keys)
-                indices |= {keys[name]: places for name, places in found.items()}
+                indices |= {keys[name]: rows for name, rows in found.items()}
             if is_empty:
                 sequences = without_samples(sequences)
         return self.pooling(features, sequences, bags, indices, keep_dtype, is_empty)
@@ -412,7 +412,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         return tables + self._tables_of_codes
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Refused: TorchRec's ManagedCollision wrappers ask for them, which take no attention."""
+        """Raise: TorchRec's ManagedCollision wrappers, which call it, cannot wrap attention."""
         raise NotImplementedError(
             "ManagedCollisionEmbeddingBagCollection and ManagedCollisionEmbeddingCollection must "
             "have a collection of TorchRec's, got a TargetAttentionEmbeddingBagCollection: hash "

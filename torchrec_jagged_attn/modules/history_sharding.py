@@ -338,20 +338,20 @@ class _Permute(torch.autograd.Function):
 class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """Shards EmbeddingCollections such that rows of histories stay on the ranks that own them.
 
-    It takes the place of ``EmbeddingCollectionSharder`` among the ``sharders`` of a
+    It replaces ``EmbeddingCollectionSharder`` among the ``sharders`` of a
     ``DistributedModelParallel`` and its planner. Histories of
     :class:`TargetAttentionEmbeddingBagCollection` that a single attention reads row by row are then
-    attended where their rows are; those with encoder layers or other histories beside
-    them travel whole. All else, and a single rank, is as with TorchRec's. Results differ
-    from those of one rank by rounding.
+    attended to where their rows are; the rows of those with encoder layers or with
+    other histories beside them are sent whole. All else, and a single rank, is as with TorchRec's
+    sharder. Results differ from those of one rank by rounding.
 
     Tables of histories may be sharded row-wise, the best, table-wise or be data-parallel.
-    :class:`HistoryEmbeddingShardingPlanner` knows what each costs.
+    :class:`HistoryEmbeddingShardingPlanner` estimates the cost of each.
 
     Args:
         fused_params: as for ``EmbeddingCollectionSharder``.
-        qcomm_codecs_registry: likewise, for rows of all but histories. Those of histories that
-            travel, queries and results are sent as they are.
+        qcomm_codecs_registry: likewise, for rows of all but histories. Rows of histories, where
+            they are sent, queries and results are not encoded.
 
     Raises:
         NotImplementedError: a table of histories is sharded by column.

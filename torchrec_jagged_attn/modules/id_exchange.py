@@ -3,7 +3,7 @@
 The *home* of a sample is the rank whose batch contains it, the *owner* of a row the rank whose
 shard contains it. A home sorts the ids of all features by owner, feature and sample, in one stable
 sort. It sends how many ids of which feature go to which owner, and a step of a training pipeline
-later the ids, with the place of each in its history and, if asked for, age and prior weight. Both
+later the ids, with the position of each in its history and, if needed, age and prior weight. Both
 are all-to-alls of all features together, and nothing is regrouped on the way.
 """
 
@@ -32,7 +32,7 @@ class HistoryFeatures(NamedTuple):
 
     Attributes:
         feature: its key in batches.
-        stays: whether attention can do with rows that stay.
+        stays: whether attention supports rows that stay.
         timestamps: their key, or empty.
         request_time: its key, or empty.
         is_weighted: whether batches have prior weights.
@@ -54,7 +54,7 @@ class HistoryFeatures(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Numbers that are sent of each row: its id and, where it stays, its place, and age and
+        """Numbers that are sent of each row: its id and, where it stays, its position, and age and
         weight if there are any.
         """
         return 1 + self.stays + self.has_ages + self.has_weights
@@ -89,13 +89,13 @@ class OwnedIds(NamedTuple):
 
     Attributes:
         lengths: ``[S]`` int64, of the samples of all homes.
-        places: ``[N']`` int64, of each row in its whole history, where -1 is the newest.
+        positions: ``[N']`` int64, of each row in its whole history, where -1 is the newest.
         ages: ``[N']`` int64, or None.
         prior_weights: ``[N']``, or None.
     """
 
     lengths: Tensor
-    places: Tensor
+    positions: Tensor
     ages: Tensor | None
     prior_weights: Tensor | None
 
@@ -156,7 +156,7 @@ class IdExchange:
         self.features = [*singles, *wholes, *staying]
         self.groups = [*([singles] if singles else []), *([of] for of in wholes)]
         histories = [of.history for of in staying if of.history is not None]
-        self._has_places = bool(histories)
+        self._has_positions = bool(histories)
         self._has_ages = any(of.has_ages for of in histories)
         self._has_weights = any(of.has_weights for of in histories)
 
@@ -208,7 +208,7 @@ class IdExchange:
         columns = [x[order] for x in (ids, *self._columns(features, batch, cell))]
         sizes = torch.cat([of_blocks, of_blocks.new_full((1,), num_samples)])[self._sizes]
         counts = None
-        if self._has_places:
+        if self._has_positions:
             counts = ends.diff().int().view(num_blocks, num_samples)[self._staying_blocks]
         return _Sizes(
             self,
@@ -252,7 +252,7 @@ class IdExchange:
         self, features: KeyedJaggedTensor, batch: KeyedJaggedTensor, cell: Tensor
     ) -> list[Tensor]:
         """What is sent besides ids, ``[N]`` int64 each."""
-        if not self._has_places:
+        if not self._has_positions:
             return []
         device = cell.device
         ends = features.offsets()[1:].long()
@@ -318,7 +318,7 @@ class IdExchange:
                 has_ages, has_weights = of.history.has_ages, of.history.has_weights
                 owned[of.name] = OwnedIds(
                     none,
-                    places=torch.cat(pieces[1]),
+                    positions=torch.cat(pieces[1]),
                     ages=torch.cat(pieces[2]) if has_ages else None,
                     prior_weights=torch.cat(pieces[-1]).view(torch.float64).float()
                     if has_weights
@@ -355,7 +355,7 @@ def _ages(batch: KeyedJaggedTensor, of: HistoryFeatures, sample: Tensor) -> Tens
     times = timestamps.values().long()
     if of.request_time:
         request_time = batch[of.request_time]
-        if sample.numel() > 0:  # what stands for a batch without samples has no time
+        if sample.numel() > 0:  # the replacement of a batch without samples has no time
             check_single_rows([request_time], [of.request_time], "request_time", "integer")
         references = request_time.values().long()[sample]
     else:

@@ -1,4 +1,4 @@
-"""Short bags for the lookups of histories, in place of one bag for each history."""
+"""Short bags for the lookups of histories, instead of one bag for each history."""
 
 import torch
 from torch import nn

@@ -1,10 +1,11 @@
-"""The rows of a sharded lookup, before TorchRec copies one for each place that names it.
+"""The rows of a sharded lookup, before TorchRec copies them to every position of the batch.
 
 Where ids are deduplicated (``use_index_dedup``), or batch sizes vary by key, a sharded
 EmbeddingCollection exchanges each row once. Its awaitable then copies them, ``[N, D]`` by an
-``index_select``. Attention reads rows by index, so it needs no copy: here are the unique rows, and
-the indices that TorchRec would copy them by. TorchRec has no public way to either. This file alone
-reads private names of it; ``tests/torchrec/test_lookup_rows.py`` fails where they have changed.
+``index_select``. Attention takes gather indices, so it needs no copy: this file returns the unique
+rows and the indices by which TorchRec would copy them. TorchRec has no public API for either. Only
+this file reads private names of TorchRec; ``tests/torchrec/test_lookup_rows.py`` fails where they
+have changed.
 """
 
 from collections.abc import Collection
@@ -25,7 +26,7 @@ def take_rows(
 
     Args:
         sequences: of a lookup that is sharded or not.
-        by_index: keys that may be read by index.
+        by_index: keys whose rows may be read through gather indices.
 
     Returns:
         The sequences, and indices ``[N]`` of those whose values are rows ``[U, D]`` of all keys of
@@ -33,19 +34,19 @@ def take_rows(
         Where TorchRec would make no copy: its sequences, which are waited for, and no indices.
 
     Raises:
-        NotImplementedError: somebody has waited for copies that have no gradient.
+        NotImplementedError: copies without a gradient have already been waited for.
     """
     if not isinstance(sequences, LazyAwaitable):
         return sequences, {}
     if not isinstance(sequences, EmbeddingCollectionAwaitable) or not _would_copy(sequences):
-        return dict(sequences.items()), {}  # each access to a key asks anew whether to wait
+        return dict(sequences.items()), {}  # each access to a key checks again whether to wait
     taken: dict[str, JaggedTensor] = {}
     indices: dict[str, Tensor] = {}
     orders = sequences._features_to_permute_indices or {}
     for sharding, awaitable in enumerate(sequences._awaitables_per_sharding):
         rows = awaitable.wait()
-        lengths, counts, of_places = _places(sequences, sharding, rows)
-        of_keys = of_places.split(counts)
+        lengths, counts, of_positions = _gather_indices(sequences, sharding, rows)
+        of_keys = of_positions.split(counts)
         columns: dict[str, list[int]] = {}  # several of a key that is sharded by column
         for at, key in enumerate(sequences._embedding_names_per_sharding[sharding]):
             columns.setdefault(key, []).append(at)
@@ -80,10 +81,10 @@ def _would_copy(sequences: EmbeddingCollectionAwaitable) -> bool:
     return not is_copied and bool(context.reverse_indices or context.seq_vbe_ctx)
 
 
-def _places(
+def _gather_indices(
     sequences: EmbeddingCollectionAwaitable, sharding: int, rows: Tensor
 ) -> tuple[Tensor, list[int], Tensor]:
-    """Lengths ``[keys, B]`` and their sums, and the number of the row at each place of all keys."""
+    """Lengths ``[keys, B]`` and their sums, and the gather index at each position of all keys."""
     context = sequences._ctx
     if context.reverse_indices:
         features, indices = context.input_features[sharding], context.reverse_indices[sharding]

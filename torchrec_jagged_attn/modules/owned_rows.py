@@ -40,7 +40,7 @@ class OwnedRows(NamedTuple):
     Attributes:
         rows: ``[N', D]``. Their gradient goes to the table.
         lengths: ``[S]`` int64, how many of them each sample has.
-        places: ``[N']`` int64, of each row in its whole history, where -1 is the newest.
+        positions: ``[N']`` int64, of each row in its whole history, where -1 is the newest.
         ages: ``[N']`` int64, or None.
         prior_weights: ``[N']``, or None.
         rows_per_home: how many of the rows each home's samples have.
@@ -50,7 +50,7 @@ class OwnedRows(NamedTuple):
 
     rows: Tensor
     lengths: Tensor
-    places: Tensor
+    positions: Tensor
     ages: Tensor | None
     prior_weights: Tensor | None
     rows_per_home: list[int]
@@ -226,7 +226,7 @@ def attend_at_owners(
         ``[B, E]`` or ``[ΣT, E]``, to be waited for.
 
     Raises:
-        NotImplementedError: somebody has replaced the values of ``history``.
+        NotImplementedError: the values of ``history`` were replaced.
     """
     if history.values().requires_grad:
         raise NotImplementedError(
@@ -382,16 +382,16 @@ def _attend(
         options: what the module was made with.
         scale: of the scores.
         u: ``[R, H, D]``, the queries.
-        counts: ``[S]``, how many of them each sample has, if not one.
+        counts: ``[S]``, how many of them each sample has, if not one each.
         owned: the rows.
         ends: ``[S]``, with ``seeds`` alone, which are for the numbers that rows have at home: that
             after the newest row of each sample.
         seeds: what rows and weights are dropped by.
     """
-    lengths, places = owned.lengths, owned.places
+    lengths, positions = owned.lengths, owned.positions
     zeros = torch.zeros_like(lengths)
     if ends is not None:
-        places = places + ends.repeat_interleave(lengths, output_size=places.shape[0])
+        positions = positions + ends.repeat_interleave(lengths, output_size=positions.shape[0])
     args = TargetArguments(
         query=u.unsqueeze(1) if counts is None else u,
         history=owned.rows,
@@ -405,7 +405,7 @@ def _attend(
         request_time=None if owned.ages is None else zeros,
         row_dropout=seeds[0],
         dropout=seeds[1],
-        places=places,
+        places=positions,
         ends=zeros if ends is None else ends,
         scale=scale,
         score=options.score,

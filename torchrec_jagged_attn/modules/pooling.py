@@ -64,7 +64,7 @@ class _Attention(NamedTuple):
         num_bytes: of a row of codes; 0 where rows are looked up.
         timestamps: key of the KeyedJaggedTensor, empty if there are none.
         request_time: likewise.
-        takes_indices: whether it takes rows by index.
+        takes_indices: whether it supports gather indices.
         user_key: of the user embedding; empty without one.
     """
 
@@ -258,14 +258,14 @@ class TargetAttentionPooling(nn.Module):
                 history = _codes(features, keys, attention.num_bytes)
             else:
                 history = _side_by_side([_rows(x, sequences) for x in attention.histories], keys)
-            places = history
+            reference = history
             gathered: Tensor | None = None
             if indices is not None and attention.keys[0] in indices:
                 gathered = indices[attention.keys[0]]
-                places = _of_samples(gathered, history)
+                reference = _of_samples(gathered, history)
             timestamps: Tensor | None = None
             if attention.timestamps != "":
-                timestamps = _timestamps(features, attention.timestamps, places, keys[0])
+                timestamps = _timestamps(features, attention.timestamps, reference, keys[0])
             request_time: Tensor | None = None
             if attention.request_time != "":
                 request_time = _request_time(features, attention.request_time)

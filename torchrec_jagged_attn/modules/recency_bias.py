@@ -25,8 +25,8 @@ class RecencyBias(nn.Module):
     positions has no end: it begins at position 55,108 (2^15.75 - 1).
 
     The table of positions starts at ``P = -log(1 + position)`` at the nearer end of each bucket,
-    alike for all heads: with equal scores, the weight of a row falls as one over its place, counted
-    from the newest. The table of ages starts at zero.
+    alike for all heads: with equal scores, the weight of the k-th newest row is proportional to
+    1/k. The table of ages starts at zero.
 
     Args:
         num_heads: ``H``.

@@ -107,14 +107,14 @@ class Output(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of ``x`` and ``y``; ``None`` of what is not asked for."""
+    """Of ``x`` and ``y``; ``None`` for those that are not needed."""
 
     x: Tensor | None
     y: Tensor | None = None
 
 
 class WeightedGradients(NamedTuple):
-    """Of ``p`` and ``y``; ``None`` of what is not asked for."""
+    """Of ``p`` and ``y``; ``None`` for those that are not needed."""
 
     p: Tensor | None
     y: Tensor | None

@@ -10,14 +10,14 @@ targets' side:
     values_h = pooled_h · W_V,hᵀ + b_V,h      [R, E / H]  the bias only where there is a history
     out = values · W_Oᵀ + b_O                 [R, E]
 
-A history whose rows are all removed, by prior weights of zero, is none.
+A history whose rows are all removed, by prior weights of zero, counts as empty.
 
 Without an output weight, values are the rows themselves, each head's its own columns of them:
 ``W_V`` and ``W_O`` fixed at the identity. Then ``D = E``, and ``out`` are the columns of each head
 of what it pooled.
 
-With dropout, the weights ``p_nh`` have no longer a sum of one. The bias of values is added once all
-the same: materialized values then have none, and it is added to what is pooled of them.
+With dropout, the weights ``p_nh`` no longer sum to one. The bias of values is still added once: it
+is then not part of materialized values, but added to their weighted sum.
 
 History rows may be read by indices where they lie. Projections are then absorbed: materialized ones
 are made of a copy of the rows, which is for the caller to make.
@@ -88,18 +88,18 @@ __all__ = [
 ]
 
 # How many FLOPs take as long as moving an element does. On CUDA an estimate, for an H200: attention
-# at 250 TFLOP/s in 16 bits and 32 in exact fp32, memory at 4 TB/s. On CPU by trying: it stands for
-# the calls that each sample's keys and values take, where histories have about 100 rows.
+# at 250 TFLOP/s in 16 bits and 32 in exact fp32, memory at 4 TB/s. On CPU measured: it covers the
+# overhead of calls per sample for keys and values, where histories have about 100 rows.
 FLOPS_PER_ELEMENT = {("cuda", 2): 128, ("cuda", 4): 32, ("cpu", 2): 28, ("cpu", 4): 28}
 # How many FLOPs of attention over keys take as long as one over raw rows does, which for many
-# targets is left to slower kernels. By trying, see docs/kernels.md.
+# targets uses slower kernels. Measured, see docs/kernels.md.
 FLOPS_OF_ABSORBED = {("cuda", 2): 3.5, ("cuda", 4): 4.5, ("cpu", 2): 1, ("cpu", 4): 1}
 # Batches with fewer query rows (targets · heads) than this count as having this many, where they
-# attend over keys: they do not fill the GPU. On CUDA by trying, for 1 and 4 users of 512 to 10,000
+# attend over keys: they do not fill the GPU. On CUDA measured, for 1 and 4 users of 512 to 10,000
 # rows, on an H200.
 ROWS_TO_FILL = {"cuda": 8192, "cpu": 0}
 
-# Target attention has the gradients of queries, rows and tables made whether asked for or not.
+# Target attention computes the gradients of queries, rows and tables whether needed or not.
 _NOTHING: Any = TargetArguments._make([False] * len(TargetArguments._fields))
 
 

@@ -74,7 +74,7 @@ def register_op(
         fake: ``forward`` on tensors without data.
         backward: ``(*grads, arguments, outputs, needs)`` to a record of gradients by the names of
             the arguments, in their shapes and dtypes. ``grads`` are those of the outputs that have
-            one, and ``needs`` has a bool for each argument: whether its gradient is asked for.
+            one, and ``needs`` has a bool for each argument: whether its gradient is needed.
         non_differentiable: names of tensors among the arguments that may be floating-point, and of
             which the output is piecewise constant: they have no gradient, even if they require one.
         axes: of arguments and outputs, along which axis their length differs from call to call; by
@@ -117,16 +117,16 @@ def register_op(
     def gradients(*given: Any) -> list[Tensor]:
         *_, needs = records = records_of(given)
         grads = backward(*records)
-        asked = zip(arguments._fields, needs, strict=True)
-        found = [getattr(grads, name) for name, need in asked if need]
+        pairs = zip(arguments._fields, needs, strict=True)
+        found = [getattr(grads, name) for name, need in pairs if need]
         return [grad for grad in found if grad is not None]
 
     def fake_gradients(*given: Any) -> list[Tensor]:
         *grads, like, of_outputs, needs = records_of(given)
         if fake_backward is not None:
             like = fake_backward(*grads, like, of_outputs)
-        asked = zip(arguments._fields, needs, strict=True)
-        found = [getattr(like, name) for name, need in asked if need]
+        pairs = zip(arguments._fields, needs, strict=True)
+        found = [getattr(like, name) for name, need in pairs if need]
         return [x.new_empty(x.shape) for x in found]
 
     def passed(backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -179,7 +179,7 @@ def register_op(
         grads: list[Tensor | None] = [None] * len(needs_grad)
         if grads_out[0] is None:
             return tuple(grads)
-        # Transforms always ask for a graph: there the op of backward refuses its own gradient.
+        # Transforms always request a graph: there the op of backward refuses its own gradient.
         if torch.is_grad_enabled() and not ctx.is_transformed:
             raise NotImplementedError(f"{name} has no second derivative, got create_graph=True")
         tensors = ctx.saved_tensors

@@ -43,11 +43,11 @@ NO_LIMIT = 2**62
 
 
 class SelectedRows(NamedTuple):
-    """Which rows were kept, in their order, and where they lie then.
+    """Which rows were kept, in their order, and their new indices.
 
     Attributes:
-        rows: ``[C]`` int64: the row at each new place; -1 from ``offsets[B]`` on.
-        places: ``[N]`` int64: the new place of each row; -1 of those that are gone.
+        rows: ``[C]`` int64: the row at each new index; -1 from ``offsets[B]`` on.
+        places: ``[N]`` int64: the new index of each row; -1 of removed rows.
         offsets: ``[B + 1]``, of the rows that were kept, in the dtype of those before.
     """
 
@@ -264,7 +264,7 @@ def _select_rows(
     limit: int,
     threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The row at each new place, the new place of each row, and the new offsets."""
+    """The row at each new index, the new index of each row, and the new offsets."""
     rows = ScoredRows(offsets, scores, segments, num_rows)
     return implementation_of(offsets, reference, row_kernels).select_rows(
         rows, keep, num_segments, limit, threshold, capacity

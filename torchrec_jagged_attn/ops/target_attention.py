@@ -83,9 +83,9 @@ def jagged_target_attention(
     bucket. A row whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such
     rows alone gives zeros; but positions and ages count it.
 
-    With ``indices``, the row at place ``n`` is ``history[indices[n]]``, of rows that may be unique,
-    or those of a whole table. They are read where they are: no ``[N, D]`` tensor is made, nor in
-    backward, which sums up the gradient of each row in fp32, over the places that name it.
+    With gather indices, ``indices``, row ``n`` is ``history[indices[n]]``; ``history`` has unique
+    rows, or those of a whole table. No ``[N, D]`` tensor is created, also not in backward, which
+    sums up the gradient of each row of ``history`` in fp32.
 
     Args:
         query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
@@ -95,8 +95,8 @@ def jagged_target_attention(
         offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
         query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
-        indices: ``[N]`` int32 or int64: which of the rows ``[U, D]`` of ``history`` stands at each
-            place. Biases, times, prior weights and dropout are of places, not of rows.
+        indices: ``[N]`` int32 or int64, gather indices into ``history``, then ``[U, D]``. Biases,
+            times, prior weights and dropout belong to the ``N`` positions, not to its rows.
         bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
         position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
