@@ -40,7 +40,7 @@ UNITS = {
     "saved": "saved",
     "ratio": "padded over jagged",
 }
-SCORES = ("AUC", "HR@10", "NE", "nats")
+SCORES = ("AUC", "HR@10", "NE", "nats", "weight")
 # Providers of which a table shows the fastest, or the one that takes least memory.
 GROUPS: dict[str, Callable[[str], bool]] = {
     "best-peer": lambda provider: not provider.startswith(("ours", "floor")),
@@ -146,7 +146,7 @@ class Figures:
                         f"{path.name} must have the figures of {case} from one kind of GPU, got "
                         f"{other} and {row['gpu']}"
                     )
-        self._providers = dict.fromkeys(provider for _, provider, *_ in self._rows)
+        self.providers = dict.fromkeys(provider for _, provider, *_ in self._rows)
 
     @property
     def cases(self) -> list[str]:
@@ -191,7 +191,7 @@ class Figures:
 
     def _members(self, cell: Cell) -> dict[str, Decimal]:
         """The figures of a group of providers."""
-        names = [x for x in self._providers if x not in GROUPS and GROUPS[cell.provider](x)]
+        names = [x for x in self.providers if x not in GROUPS and GROUPS[cell.provider](x)]
         of = {name: self._recorded(replace(cell, provider=name)) for name in names}
         return {name: figure for name, figure in of.items() if figure is not None}
 

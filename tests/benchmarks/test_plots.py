@@ -47,7 +47,7 @@ def test_axes_and_stamp(plot, request):
         shared = left_out and ax.get_shared_y_axes().joined(ax, figure.axes[0])
         labels = ax.get_xlabel() + ax.get_ylabel()
         assert labels or shared
-        assert ax.lines or ax.patches
+        assert ax.lines or ax.patches or ax.collections
     stamp = figure.get_supxlabel().replace("\n", " ")
     assert stamp == plot.figures.stamps()
     assert "torch 2." in stamp

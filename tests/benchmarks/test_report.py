@@ -100,7 +100,7 @@ def test_rows_and_columns_are_cases_and_providers(table, suite, left_out):
 
 
 def test_every_file_has_a_table():
-    used = {name for table in TABLES.values() for name in table.results}
+    used = {name for shown in (*TABLES.values(), *plots.PLOTS) for name in shown.results}
     assert used >= {path.stem for path in RESULTS.glob("*.csv")}
 
 
