@@ -88,9 +88,6 @@ class Length:
         self.recorder.decide("equal", self, self.value)
         return self.value
 
-    def __hash__(self) -> int:
-        return hash(self.__index__())
-
     def __bool__(self) -> bool:
         return self != 0
 
@@ -121,17 +118,8 @@ class Length:
     def __mod__(self, other: Any) -> Any:
         return self.recorder.combine("modulo", self, other)
 
-    def __rmod__(self, other: Any) -> Any:
-        return self.recorder.combine("modulo", other, self)
-
-    def __rshift__(self, other: Any) -> Any:
-        return self.recorder.combine("shift_right", self, other)
-
     def __rlshift__(self, other: int) -> int:
         return other << self.__index__()
-
-    def __rrshift__(self, other: Any) -> Any:
-        return self.recorder.combine("shift_right", other, self)
 
     def bit_length(self) -> Length:
         index = self.recorder.index_of(("bit_length", self.index, 0))
@@ -164,15 +152,6 @@ class Length:
     def __ge__(self, other: Any) -> bool:
         return not self < other
 
-    def __float__(self) -> float:
-        return float(self.__index__())
-
-    def __truediv__(self, other: Any) -> Any:
-        return self.__index__() / other
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / self.__index__()
-
 
 Number = int | Length
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -181,7 +160,6 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "multiply": operator.mul,
     "floor_divide": operator.floordiv,
     "modulo": operator.mod,
-    "shift_right": operator.rshift,
 }
 
 
@@ -598,28 +576,12 @@ def _new_sizes(x: Traced, sizes: tuple) -> list[Any]:
     return new
 
 
-def _view_as(x: Traced, other: Traced) -> Traced:
-    return _view(x, *other.sizes)
-
-
-def _reshape_as(x: Traced, other: Traced) -> Traced:
-    return _reshape(x, *other.sizes)
-
-
 def _unsqueeze(x: Traced, dim: int) -> Traced:
     sizes, strides = list(x.sizes), list(x.strides)
     dim = dim if dim >= 0 else dim + len(sizes) + 1
     strides.insert(dim, sizes[dim] * strides[dim] if dim < len(sizes) else 1)
     sizes.insert(dim, 1)
     return x.recorder.tensor(x.plain.unsqueeze(dim), x.memory, x.offset, sizes, strides)
-
-
-def _squeeze(x: Traced, dim: int) -> Traced:
-    if isinstance(x.sizes[dim], Length) or x.sizes[dim] != 1:
-        raise UnrecordableError("squeeze")
-    sizes, strides = list(x.sizes), list(x.strides)
-    del sizes[dim], strides[dim]
-    return x.recorder.tensor(x.plain.squeeze(dim), x.memory, x.offset, sizes, strides)
 
 
 def _narrow(x: Traced, begin: Any, end: Any) -> Traced:
@@ -775,14 +737,6 @@ class _Address:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-def _size(x: Traced, dim: int | None = None) -> Any:
-    return x.sizes if dim is None else x.sizes[dim]
-
-
-def _stride(x: Traced, dim: int | None = None) -> Any:
-    return x.strides if dim is None else x.strides[dim]
-
-
 def _same(name: str) -> Callable[..., Any]:
     """What of a tensor is part of the kind."""
 
@@ -805,19 +759,16 @@ for _name, _method in (
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: lambda x: x.sizes,  # pyright: ignore[reportAttributeAccessIssue]
-    Tensor.size: _size,
-    Tensor.stride: _stride,
+    Tensor.stride: lambda x, dim=None: x.strides if dim is None else x.strides[dim],
     Tensor.numel: lambda x: _product(x.sizes),
     torch.empty_like: _empty_like,
     Tensor.contiguous: _contiguous,
     Tensor.is_contiguous: _is_contiguous,
-    Tensor.view_as: _view_as,
-    Tensor.reshape_as: _reshape_as,
+    Tensor.view_as: lambda x, other: _view(x, *other.sizes),
+    Tensor.reshape_as: lambda x, other: _reshape(x, *other.sizes),
     Tensor.unsqueeze: _unsqueeze,
-    Tensor.squeeze: _squeeze,
     Tensor.chunk: _chunk,
     Tensor.__getitem__: _getitem,
-    Tensor.__iter__: lambda x: iter(_unbind(x)),
     Tensor.unbind: _unbind,
     Tensor.to: _to,
     Tensor.sum: _sum,
@@ -840,9 +791,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.clone: _clone,
     Tensor.mT.__get__: _transpose,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.data_ptr: _Address,
-    Tensor.detach: lambda x: x,
 }
-for _name in ("dtype", "device", "is_cpu", "is_cuda", "is_meta", "ndim", "layout"):
+for _name in ("dtype", "device", "is_cpu", "is_cuda", "is_meta", "layout"):
     _HANDLERS[getattr(Tensor, _name).__get__] = _same(_name)
-for _name in ("dim", "element_size", "get_device", "is_floating_point"):
+for _name in ("dim", "element_size"):
     _HANDLERS[getattr(Tensor, _name)] = _same(_name)

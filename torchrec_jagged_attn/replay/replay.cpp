@@ -93,15 +93,14 @@ template <typename T>
 using Names = std::unordered_map<std::string, T>;
 
 enum Operation {
-  CONSTANT, SIZE, STRIDE, LENGTH, ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, SHIFT_RIGHT,
-  BIT_LENGTH, EQUAL, LESS
+  CONSTANT, SIZE, STRIDE, LENGTH, ADD, SUBTRACT, MULTIPLY, FLOOR_DIVIDE, MODULO, BIT_LENGTH,
+  EQUAL, LESS
 };
 
 const Names<Operation> OPERATIONS = {
     {"constant", CONSTANT}, {"size", SIZE}, {"stride", STRIDE}, {"length", LENGTH}, {"add", ADD},
     {"subtract", SUBTRACT}, {"multiply", MULTIPLY}, {"floor_divide", FLOOR_DIVIDE},
-    {"modulo", MODULO}, {"shift_right", SHIFT_RIGHT}, {"bit_length", BIT_LENGTH}, {"equal", EQUAL},
-    {"less", LESS},
+    {"modulo", MODULO}, {"bit_length", BIT_LENGTH}, {"equal", EQUAL}, {"less", LESS},
 };
 
 struct Expression {
@@ -218,13 +217,12 @@ void finish(Program& program, int64_t num_inputs) {
   for (const auto& [of, i] : last) program.last_uses[i].push_back(of);
 }
 
-// Whether all expressions have a value: none divides by zero, or shifts by less than nothing.
+// Whether all expressions have a value: none divides by zero.
 bool evaluate(const Program& program, const Inputs& inputs, Numbers& values) {
   values.resize(program.expressions.size());
   for (size_t i = 0; i < values.size(); ++i) {
     const auto& [operation, a, b] = program.expressions[i];
     if ((operation == FLOOR_DIVIDE || operation == MODULO) && values[b] == 0) return false;
-    if (operation == SHIFT_RIGHT && values[b] < 0) return false;
     switch (operation) {
       case CONSTANT: values[i] = a; break;
       case SIZE: values[i] = inputs.tensors[a].size(b); break;
@@ -235,7 +233,6 @@ bool evaluate(const Program& program, const Inputs& inputs, Numbers& values) {
       case MULTIPLY: values[i] = values[a] * values[b]; break;
       case FLOOR_DIVIDE: values[i] = floor_divide(values[a], values[b]); break;
       case MODULO: values[i] = values[a] - floor_divide(values[a], values[b]) * values[b]; break;
-      case SHIFT_RIGHT: values[i] = values[a] >> std::min<int64_t>(values[b], 63); break;
       case BIT_LENGTH: values[i] = bit_length(values[a]); break;
       case EQUAL: values[i] = values[a] == values[b]; break;
       case LESS: values[i] = values[a] < values[b]; break;
