@@ -1,11 +1,6 @@
 """Keep rows in few bytes in several ways, and print what squared error each leaves.
 
-    python benchmarks/semantic_ids.py                                # of synthetic rows
-    python benchmarks/semantic_ids.py --data data/ml-1m --csv semantic_ids.csv
-
-Synthetic rows are normal, with a spectrum that falls as a power of its rank. With --data, a folder
-of MovieLens-1M, the embeddings of films are rows, too, learned by the ranking model of
-``quality.py`` with mean pooling, in several passes over its training events.
+Rows are normal, with a spectrum that falls as a power of its rank.
 
     integers       each row's own range in equal steps of 2, 4 or 8 bits, with its least value and
                    step in fp16, as tables of FBGEMM have them
@@ -19,14 +14,12 @@ of the rows that were fitted, three quarters of all, and of the others. Many cen
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -34,19 +27,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
-
-import quality
-from events import DataError
-from options import writable_file
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
 from torchrec_jagged_attn.semantic_ids import DiscretePCA, PackedCodes
 
-MADE_UP = "synthetic"
+ROWS, WIDTH = 20_000, 64
 BITS = (2, 4, 8)
 LEVELS = (3, 15)
 CENTERS = 256
+BYTES = (8, 20, 36)
+"""Of a row, for k-means and discrete PCA; integers of 2 and 4 bits take 20 and 36."""
 
 
 class Kept(NamedTuple):
@@ -130,20 +120,7 @@ def make_up(num_rows: int, width: int, power: float = 0.75, seed: int = 0) -> Te
     return torch.randn(num_rows, width, generator=generator) * deviations @ axes
 
 
-def learn(data: str, width: int, epochs: int, device: str, seed: int = 0) -> Tensor:
-    """Embeddings of the items of ``data`` that a training event has."""
-    run = quality.Run(data, "mean", seed, width=width)
-    events = quality.events_of(data, run.max_history, seed)
-    trainer = quality.Trainer(run, events, device)
-    for epoch in range(epochs):
-        for batch in trainer.batches(events.training(epoch)):
-            trainer.learn(batch)
-    rows = trainer.model.tables.embeddings["item_table"].weight.detach()
-    of_training = np.unique(events.log.item[events.train_rows])
-    return rows[torch.from_numpy(of_training).to(device)]
-
-
-def compare(name: str, rows: Tensor, budgets: list[int]) -> Iterator[dict[str, object]]:
+def compare(rows: Tensor, budgets: Sequence[int] = BYTES) -> Iterator[dict[str, object]]:
     """A line of the table for each way and budget."""
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).to(rows.device)
     others, fitted = rows[order].split([len(rows) // 4, len(rows) - len(rows) // 4])
@@ -160,7 +137,6 @@ def compare(name: str, rows: Tensor, budgets: list[int]) -> Iterator[dict[str, o
         keep = fit()
         kept = keep(fitted)
         yield {
-            "rows": f"{name} {list(rows.shape)}",
             "way": way,
             "bytes": sum(x.nbytes for x in kept.stored) / len(fitted),
             "shared, KiB": sum(x.nbytes for x in kept.shared) / 2**10,
@@ -174,55 +150,15 @@ def error_of(rows: Tensor, kept: Tensor) -> float:
     return ((rows - kept).square().sum() / (rows - rows.mean(0)).square().sum()).item()
 
 
-def print_comparison(lines: pd.DataFrame, console: Console) -> None:
-    """By rows and bytes."""
-    lines = lines.sort_values(["rows", "bytes"], kind="stable")
-    table = Table(*(str(name) for name in lines.columns))
-    for line in lines.itertuples(index=False):
-        rows, way, size, shared, *errors = line
-        table.add_row(rows, way, f"{size:g}", f"{shared:.1f}", *(f"{x:.3%}" for x in errors))
-    console.print(table)
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", help="a folder of MovieLens-1M, whose embeddings are learned")
-    parser.add_argument("--rows", type=int, default=20000, help="of synthetic data")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=4, help="of learning embeddings")
-    parser.add_argument("--bytes", type=int, nargs="+", help="budgets; those of integers, and half")
-    parser.add_argument("--csv", type=writable_file, help="write the table there, too")
-    args = parser.parse_args(argv)
-    if args.width < 4 or args.width % 4:
-        parser.error(f"--width must be a multiple of 4, got {args.width}")
-    if args.bytes is None:
-        args.bytes = [-(-args.width // 8), *(-(-args.width * bits // 8) + 4 for bits in BITS)]
-    for name, values in (("rows", [args.rows]), ("epochs", [args.epochs]), ("bytes", args.bytes)):
-        if min(values) < 1:
-            parser.error(f"--{name} must be at least 1, got {min(values)}")
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
+def main() -> None:
+    """Print a line for each way and budget, by bytes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tables = {MADE_UP: make_up(args.rows, args.width).to(device)}
-    try:
-        if args.data is not None:
-            tables[Path(args.data).name] = learn(args.data, args.width, args.epochs, device)
-    except DataError as error:
-        print(error, file=sys.stderr)
-        return 1
-    lines = pd.DataFrame(
-        [line for name, rows in tables.items() for line in compare(name, rows, args.bytes)]
-    )
-    print_comparison(lines, Console())
-    if args.csv is not None:
-        lines.assign(**quality.measured_with(device)).to_csv(args.csv, index=False)
-    return 0
+    lines = pd.DataFrame(compare(make_up(ROWS, WIDTH).to(device)))
+    table = Table(*lines.columns)
+    for way, size, shared, *errors in lines.sort_values("bytes", kind="stable").to_numpy():
+        table.add_row(way, f"{size:g}", f"{shared:.1f}", *(f"{x:.3%}" for x in errors))
+    Console().print(table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
