@@ -4,7 +4,7 @@
     python benchmarks/event_selection.py --data data/ml-1m --csv event_selection.csv
 
 An example is an event that converted and the user's newest events before it, of which the model
-sees a part (``--budgets``); beside it stands one with another item, drawn by popularity. A user's
+sees a part, the budget; beside it stands one with another item, drawn by popularity. A user's
 last event that converted is for the test, those before are for training. Events that are left out
 are never looked up: ``EventSelection`` removes them first.
 
@@ -15,12 +15,12 @@ are never looked up: ``EventSelection`` removes them first.
     newest      the newest
     random      any
 
-Synthetic users follow a few kinds of items. Of their events, ``--noise`` are of any kind, looked at
-shortly, and hardly ever convert: they tell nothing of what the user will take. How long events are
-looked at, and how many are noise, differs between surfaces. With --data, a folder of MovieLens-1M
-in GroupLens' form, an event is a rating. It converts with four stars or more. Its surface is the
-film's first genre. Its dwell time is the time to the user's next rating, which is all that this log
-has.
+Synthetic users follow a few kinds of items. Of their 200 events, three quarters are noise: of any
+kind, looked at shortly, and hardly ever converting, they tell nothing of what the user will take.
+How long events are looked at, and how many are noise, differs between surfaces. With --data, a
+folder of MovieLens-1M in GroupLens' form, an event is a rating. It converts with four stars or
+more. Its surface is the film's first genre. Its dwell time is the time to the user's next rating,
+which is all that this log has.
 
     ne          cross-entropy of the test's examples, in that of the base rate
     auc         of all the test's examples
@@ -55,9 +55,10 @@ sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1]))  # a checkout runs without being installed
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+import movielens
 import quality
 from events import LONGEST_DWELL, DataError
-from options import writable_file
+from options import HelpFormatter, number, writable_file
 from selecting import ByRelevance, selection_of
 
 from torchrec_jagged_attn import TargetAttentionConfig, TargetAttentionEmbeddingBagCollection
@@ -69,8 +70,10 @@ KEY = ["data", "users", "events", "noise", "max_history", "width", "epochs", "ba
        "way", "budget", "seed"]  # fmt: skip
 """What tells a training from others."""
 FIGURES = ["ne", "auc", "training, samples/s", "inference, samples/s"]
-LIKED = 4
-"""Stars of a rating that converted."""
+EVENTS, NOISE = 200, 0.75
+"""Of each synthetic user, and the share of them that is noise."""
+BUDGETS = (1.0, 0.5, 0.25, 0.125)
+WIDTH, BATCH, LR = 32, 512, 5e-3
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,9 @@ class EventLog:
 
 
 def make_up(
-    *,
     users: int = 1000,
-    events: int = 200,
-    noise: float = 0.75,
+    events: int = EVENTS,
+    noise: float = NOISE,
     kinds: int = 20,
     items_per_kind: int = 20,
     surfaces: int = 4,
@@ -122,34 +124,16 @@ def make_up(
 
 
 def read_movielens(folder: Path, users: int | None = None) -> EventLog:
-    """Ratings in order of time, those of one second in the order of the file; of so many users with
-    the lowest ids, or of all.
-    """
-
-    def table(name: str, columns: list[str]) -> pd.DataFrame:
-        path = folder / name
-        if not path.exists():
-            path = folder / f"{name}.gz"
-        return pd.read_csv(path, sep="::", engine="python", names=columns, encoding="latin-1")
-
-    try:
-        ratings = table("ratings.dat", ["user", "item", "stars", "time"])
-        movies = table("movies.dat", ["item", "title", "genres"])
-    except (OSError, ValueError) as error:
-        raise DataError(f"--data must be a folder of MovieLens-1M: {error}") from None
-    genre = movies.set_index("item")["genres"].str.partition("|")[0]
-    ratings = ratings.sort_values(["user", "time"], kind="stable")
-    if users is not None:
-        ratings = ratings[ratings["user"].isin(ratings["user"].unique()[:users])]
-    user, time_of = ratings["user"].to_numpy(), ratings["time"].to_numpy()
-    pause = np.append(np.diff(time_of), 0)
-    is_last = np.append(np.diff(user) != 0, True)
+    """Ratings of so many users with the lowest ids, or of all."""
+    log = movielens.read_movielens(folder)
+    genres = np.array([genres.partition("|")[0] for genres in movielens.read_films(folder)[1]])
+    kept = log.user < (users or len(log.user))
     return EventLog(
-        user=np.unique(user, return_inverse=True)[1],
-        item=np.unique(ratings["item"], return_inverse=True)[1],
-        surface=np.unique(ratings["item"].map(genre), return_inverse=True)[1],
-        dwell=np.where(is_last, 0, pause).clip(max=LONGEST_DWELL).astype(np.int64),
-        converted=ratings["stars"].to_numpy() >= LIKED,
+        user=log.user[kept],
+        item=np.unique(log.item[kept], return_inverse=True)[1],
+        surface=np.unique(genres[log.item[kept]], return_inverse=True)[1],
+        dwell=log.dwell[kept],
+        converted=log.converted[kept],
     )
 
 
@@ -323,15 +307,15 @@ def compare(log: EventLog, args: argparse.Namespace, device: str) -> Iterator[di
     """A line of the table for each seed, way and budget."""
     examples = Examples(log, args.max_history, device, seed=0)
     relevance = examples.relevance()
-    runs = [("all", 1.0), ("boosted", 1.0)] if 1.0 in args.budgets else []
-    runs += [(way, budget) for budget in args.budgets if budget < 1 for way in args.ways]
+    runs = [("all", 1.0), ("boosted", 1.0)] if 1.0 in BUDGETS else []
+    runs += [(way, budget) for budget in BUDGETS if budget < 1 for way in WAYS]
     of_log = [
         "synthetic" if args.data is None else args.data.name,
         int(log.user[-1]) + 1,
         len(log.user),
-        args.noise if args.data is None else 0.0,
+        NOISE if args.data is None else 0.0,
     ]
-    settings = [args.max_history, args.width, args.epochs, args.batch_size, args.lr]
+    settings = [args.max_history, WIDTH, args.epochs, BATCH, LR]
     done = quality.finished(args.csv, [*KEY, *FIGURES])
     done = {tuple(line[name] for name in KEY): line for line in done}
     for seed in range(args.seeds):
@@ -350,15 +334,15 @@ def train(
     """NE, AUC and rates of a model that sees what ``selection`` leaves; NaN for no rates."""
     torch.manual_seed(seed)
     examples.generator.manual_seed(seed + 2)
-    model = Ranker(examples.num_items, args.width, selection, device)
-    learn = learner(model, args.lr)
+    model = Ranker(examples.num_items, WIDTH, selection, device)
+    learn = learner(model, LR)
     for _ in range(args.epochs):
-        for batch in examples.batches(examples.train, args.batch_size, shuffled=True):
+        for batch in examples.batches(examples.train, BATCH, shuffled=True):
             learn(*batch)
-    ne, auc = evaluate(model, examples, args.batch_size)
+    ne, auc = evaluate(model, examples, BATCH)
     if args.seconds == 0:
         return ne, auc, np.nan, np.nan
-    timed = examples.batches(examples.train, args.batch_size, shuffled=True)
+    timed = examples.batches(examples.train, BATCH, shuffled=True)
     batches = [batch for batch, _ in zip(timed, range(4), strict=False)]
     training = examples_per_second(learn, batches, args.seconds)
     return ne, auc, training, examples_per_second(inferrer(model), batches, args.seconds)
@@ -383,44 +367,17 @@ def print_comparison(lines: pd.DataFrame, console: Console) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, help="a folder of MovieLens-1M")
-    parser.add_argument("--users", type=int, help="of the lowest ids; without --data, 1000")
-    parser.add_argument("--events", type=int, default=200, help="of each synthetic user")
-    parser.add_argument("--noise", type=float, default=0.75, help="share of their events")
-    parser.add_argument("--max-history", type=int, default=200, help="newest events to select from")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--seconds", type=float, default=2, help="for which a rate is taken; 0 for no rates"
-    )
-    parser.add_argument(
-        "--csv", type=writable_file, help="of all trainings; those in it are not run again"
-    )
-    args = parser.parse_args(argv)
-    for name in ("users", "events", "max_history", "width", "epochs", "seeds"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if args.width % 4:
-        parser.error(f"--width must be a multiple of 4, got {args.width}")
-    if args.batch_size < 2 or args.batch_size % 2:
-        parser.error(f"--batch-size must be even, got {args.batch_size}")
-    if not args.seconds >= 0:
-        parser.error(f"--seconds must not be negative, got {args.seconds}")
-    if not 0 <= args.noise <= 1:
-        parser.error(f"--noise must be 0 to 1, got {args.noise}")
-    for budget in args.budgets:
-        if not 0 < budget <= 1:
-            parser.error(f"--budgets must be over 0 and at most 1, got {budget}")
-    return args
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    add, count = parser.add_argument, number(int, 1, 10**7)
+    add("--data", type=Path, help="a folder of MovieLens-1M")
+    add("--users", type=count, help="of the lowest ids; without --data, 1000")
+    add("--max-history", type=count, default=200, help="newest events to select from")
+    add("--epochs", type=count, default=10)
+    add("--seeds", type=count, default=3)
+    add("--seconds", type=number(float, 0, 3600), default=2,
+        help="for which a rate is taken; 0 for no rates")  # fmt: skip
+    add("--csv", type=writable_file, help="of all trainings; those in it are not run again")
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -428,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         if args.data is None:
-            log = make_up(users=args.users or 1000, events=args.events, noise=args.noise)
+            log = make_up(args.users or 1000, EVENTS, NOISE)
         else:
             log = read_movielens(args.data, args.users)
         lines = pd.DataFrame(list(compare(log, args, device)))
