@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def plot_weights(
     weights: Tensor, candidates: Sequence[str], events: Sequence[str], bold: Sequence[bool]
 ) -> Figure:
-    """Heat maps of one user's history, one for each candidate: a row for each event, a column for
-    each head.
+    """Plot heat maps of one user's history, one per candidate, with a row per event and a column
+    per head.
 
     Args:
         weights: `[L, T, H]`, as `JaggedTargetAttention.attention_weights` returns them.

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent, and a Ctrl-C that leaves one."""
+"""Atomic checkpoints, and one on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class CheckpointError(Exception):
 class Checkpoints:
     """The newest state of one training run, in `directory/step-N`.
 
-    Each rank writes its own shards, and the folder gets its name once all have. Another number of
-    ranks may load it.
+    Each rank writes its own shards, and the folder is renamed once all are written. Another number
+    of ranks may load it.
 
     Args:
         directory: where to; of this run alone.
-        options: what a checkpoint must have been made with to be loaded.
-        features: what else one must know of the data to serve the model, as JSON.
+        options: which must be equal when a checkpoint is loaded.
+        features: of the data, to serve the model, as JSON.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Checkpoints:
         self._directory, self._options, self._features = directory, options, features
 
     def save(self, model: nn.Module, optimizer: KeyedOptimizer, step: int, progress: dict) -> None:
-        """Writes the state after `step` steps; `progress` is what else to remember, as JSON.
+        """Writes the state after `step` steps; `progress` is saved with it, as JSON.
 
         Raises:
             CheckpointError: it cannot be written; the one before is still there.
@@ -63,7 +63,7 @@ class Checkpoints:
                 "features": self._features,
             }
             (partial / "run.json").write_text(json.dumps(description))
-            # Before the name says so, all is on the disk; the ranks' own files dcp.save has synced.
+            # Sync all to disk before the rename; dcp.save has synced the files of the ranks.
             _sync(partial / "run.json")
             _sync(partial)
             previous = checkpoints_in(self._directory)
@@ -138,7 +138,7 @@ def load_state(state: dict, checkpoint: Path, *, no_dist: bool = False) -> None:
 
 @contextmanager
 def _failures_named(what: str) -> Iterator[None]:
-    """Makes one line of the ranks' tracebacks."""
+    """Shortens the tracebacks of ranks to one line."""
     try:
         yield
     except CheckpointException as error:
@@ -160,7 +160,7 @@ def _state(model: nn.Module, optimizer: KeyedOptimizer) -> dict:
 
 
 class StopSignal:
-    """Remembers SIGINT (Ctrl-C) or SIGTERM instead of dying of it; `number` is 0 until then."""
+    """Records SIGINT (Ctrl-C) or SIGTERM instead of exiting; `number` is 0 until then."""
 
     def __init__(self) -> None:
         self.number = 0

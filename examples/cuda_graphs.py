@@ -15,10 +15,9 @@ def replay_dense_layers(
 ) -> None:
     """Captures the layers around the lookups, forward and backward.
 
-    Their shapes are those of any full batch. Rows of lookups vary in number, and so do those of an
-    attention, which run as ever; so do all layers in evaluation. Call it once the model has its
-    weights, before DistributedModelParallel; for training under autocast, call it under autocast
-    without its cache.
+    Their shapes are the same in each full batch. Lookups and attention, whose numbers of rows vary,
+    are not captured, and neither is evaluation. Call it once the model has its weights, before
+    DistributedModelParallel; for training under autocast, call it under autocast without its cache.
 
     Args:
         model: its dense layers move to `device`.

@@ -7,7 +7,7 @@ A small network weighs each row x of a history by its target q, and no softmax d
 
     w_n = MLP([q, x_n, q - x_n, q * x_n]),    out = sum of w_n x_n
 
-The rows of all samples lie one after the other, so the network computes events alone. Trained on
+The network computes the rows of all samples without padding. Trained on
 synthetic data: the label is whether the history has an event of the target's kind.
 
 Source: Deep Interest Network (KDD '18, https://arxiv.org/abs/1706.06978).

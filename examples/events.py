@@ -1,8 +1,8 @@
-"""From a log of who took which item when, to batches that a TorchRec model trains on.
+"""Batches for a TorchRec model from a log of interactions of users with items.
 
 A data source delivers an `InteractionLog`. `Events` makes examples of its rows: each row is a
-positive, beside it are items that its user could have taken and did not, and all of them see the
-user's *strictly earlier* rows as history.
+positive example, and items that its user did not take are negative ones. The history of all of them
+is the user's *strictly earlier* rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class InteractionLog:
         user_features: name -> int64 `[num_users]`, one id per user.
         dwell: int64 `[M]`, seconds that each item was looked at; without it, the time to the user's
             next row, an hour at most, and nothing for the last.
-        converted: bool `[M]`, whether each came to something; without it, all did.
+        converted: bool `[M]`, whether each converted; without it, all did.
     """
 
     user: np.ndarray
@@ -84,8 +84,8 @@ class Events:
         test_fraction: share of the rows, the latest, to test on.
         max_history: history rows of an example at most.
         negatives: examples of label 0 for each of label 1.
-        conversions: whether examples are the rows that converted alone, and histories have dwell
-            times, too, for a model that selects events.
+        conversions: whether only rows that converted are examples, and histories have dwell times,
+            for a model that selects events.
         seed: of every random draw.
 
     Attributes:
@@ -281,7 +281,7 @@ class Examples(Dataset):
 def training_batches(
     count: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, world_size: int = 1
 ) -> list[Tensor]:
-    """This rank's share of each shuffled global batch; what fills no batch waits for another epoch.
+    """This rank's share of each shuffled global batch; an incomplete batch is left out.
 
     All ranks shuffle alike and take equal shares, so that the mean of their losses is the loss of
     one process with the whole batch.
@@ -294,6 +294,6 @@ def training_batches(
 def evaluation_batches(
     count: int, batch_size: int, *, rank: int = 0, world_size: int = 1
 ) -> list[Tensor]:
-    """Every `world_size`-th example from `rank` on; the last one fills up what a rank lacks."""
+    """Every `world_size`-th example from `rank` on; the last one again on ranks that lack one."""
     padded = torch.arange(-(-count // world_size) * world_size).clamp(max=count - 1)
     return list(padded[rank::world_size].split(batch_size // world_size))

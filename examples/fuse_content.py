@@ -1,13 +1,13 @@
-"""Learns semantic ids of MovieLens-1M's films from what is said of them, and shows what they keep.
+"""Learns semantic ids of the films of MovieLens-1M from their content, and evaluates them.
 
     python examples/fuse_content.py --data data/ml-1m --download
     python examples/fuse_content.py --data data/ml-1m --bytes 4
 
 A film has three embeddings: the hashed words of its title, its genres, and which films its viewers
-rated before and after it, in the first nine tenths of the time. VQFusion encodes them together, and
-keeps codes of three levels, five to a byte; from these alone, it makes the embeddings again, and
-tells the combination of genres and the decade. Codes and model are saved for histories that come as
-codes, see `history_codes` of TargetAttentionConfig.
+rated before and after it, in the first nine tenths of the time. VQFusion encodes them together
+as codes of three levels, five to a byte, from which it reconstructs the embeddings and predicts the
+combination of genres and the decade. Codes and model are saved for histories of codes, see
+`history_codes` of TargetAttentionConfig.
 """
 # ruff: noqa: E402
 
@@ -139,7 +139,7 @@ def show(
     labels: Mapping[str, Tensor],
     titles: Sequence[str],
 ) -> None:
-    """What codes keep of embeddings and labels, and which films they hold to be alike."""
+    """Shows the errors of embeddings and labels, and films with similar codes."""
     rows = fusion.pca.decode(fusion.encode(embeddings))
     console = Console()
     kept = Table("of a film", title="What codes keep")

@@ -50,7 +50,7 @@ def read_movielens(directory: Path) -> InteractionLog:
 
 def read_films(directory: Path) -> tuple[list[str], list[str]]:
     """Titles and genres of `movies.dat`, such as `Toy Story (1995)` and `Comedy|Drama`, in the
-    order that the items of `read_movielens` count.
+    order of the items of `read_movielens`.
 
     Raises:
         DataError: as there.

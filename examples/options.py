@@ -1,4 +1,4 @@
-"""What the scripts' options have in common; of the standard library, so that they parse at once."""
+"""Shared option types of the scripts; standard library only, so that parsing is fast."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def number(kind: type[int] | type[float], least: float, most: float) -> Callable
 
 
 def writable_folder(text: str) -> Path:
-    """Type of an option: a folder to write in, there or to be made."""
+    """Type of an option: a folder to write to, created if missing."""
     folder = Path(text)
     try:
         there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -48,7 +48,7 @@ def writable_folder(text: str) -> Path:
 
 
 def writable_file(text: str) -> Path:
-    """Type of an option: a file, there or not, in a folder to write in."""
+    """Type of an option: a file to write, in a folder created if missing."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
@@ -56,7 +56,7 @@ def writable_file(text: str) -> Path:
 
 
 def package_file(text: str) -> Path:
-    """Type of an option: a file ending in .pt2, as PyTorch wants it, in a folder to write in."""
+    """Type of an option: a file to write that ends in .pt2, as PyTorch requires."""
     path = Path(text)
     if path.suffix != ".pt2":
         raise argparse.ArgumentTypeError(f"must be a file that ends in .pt2, got {text!r}")
@@ -64,5 +64,5 @@ def package_file(text: str) -> Path:
 
 
 def end_on_ctrl_c() -> None:
-    """Ctrl-C ends the process at once, without a traceback, and with what a shell expects."""
+    """Makes Ctrl-C end the process at once, without a traceback, with the exit status of SIGINT."""
     signal.signal(signal.SIGINT, lambda number, _frame: sys.exit(128 + number))

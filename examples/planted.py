@@ -33,11 +33,11 @@ def planted_log(
 
     Args:
         num_users: users.
-        num_steps: events of each, of which those that repeat an item are left out.
+        num_steps: events of each, those that repeat an item are removed.
         num_kinds: kinds of items, the categories of the log.
         items_per_kind: from popular to rare.
-        num_interests: kinds that a user is after at one time.
-        noise: share of the events that are of any kind, looked at shortly, and hardly ever convert.
+        num_interests: kinds that interest a user at one time.
+        noise: share of the events with a random kind, short dwell times and few conversions.
             Without noise, all events convert.
         seed: of every random draw.
     """

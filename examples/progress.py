@@ -1,4 +1,4 @@
-"""How a training went: its record, and the table and picture that compare several."""
+"""Records of trainings, and a table and plots that compare them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from statistics import median
 
 @dataclass
 class Progress:
-    """What a training has done so far.
+    """The progress of a training.
 
     Args:
-        pooling: how its model pools the history, and what it sees of it, if not all.
+        pooling: how its model pools the history, and the part of it that is kept, if not all.
         epoch: epochs done.
         batch: batches done of the epoch after those.
         losses: training loss of each step, mean of the ranks.
@@ -39,7 +39,7 @@ class Progress:
 
     @property
     def samples_per_second(self) -> float:
-        """The median: start-up and compilation are not what a long run sees."""
+        """The median, which start-up and compilation do not affect."""
         return median(self.speeds)
 
     def summary(self) -> str:

@@ -1,6 +1,6 @@
-"""From requests to scores: checks requests, and makes batches of them.
+"""Checks requests, makes batches of them and scores them.
 
-What a server needs beside the exported or compiled model; see serve_dlrm.py for what a request is.
+What a server needs besides the exported or compiled model; serve_dlrm.py documents requests.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Requests:
         self._mean, self._std = (np.array(features[f"dense_{name}"]) for name in ("mean", "std"))
         self._user_keys = [name for name in self._cardinalities if name not in TARGETS]
         self._device = device
-        self._nobody = Request(
+        self._dummy = Request(
             np.zeros((1, len(self._mean))), [[0] for _ in TARGETS], [[] for _ in HISTORIES],
             [0 for _ in self._user_keys],
         )  # fmt: skip
@@ -73,7 +73,7 @@ class Requests:
         return [*TARGETS, *HISTORIES, *self._user_keys]
 
     def check(self, request: object) -> Request:
-        """The request, of parsed JSON, with all that scoring reads of it.
+        """The checked request of parsed JSON.
 
         Raises:
             RequestError: something is missing, of another kind, or out of range.
@@ -100,11 +100,11 @@ class Requests:
         )
 
     def tensors(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of `Scorer.forward` for a batch, with one request of nobody at its end.
+        """The arguments of `Scorer.forward` for a batch, with a dummy request at its end.
 
-        The exported model takes two requests, and candidates, or more.
+        The exported model needs at least two requests and two candidates.
         """
-        requests = [*requests, self._nobody]
+        requests = [*requests, self._dummy]
         columns = [
             *zip(*(request.candidates for request in requests), strict=True),
             *zip(*(request.histories for request in requests), strict=True),
@@ -136,7 +136,7 @@ class Server:
 
     @torch.no_grad()
     def scores(self, some: Sequence[object]) -> list[np.ndarray | RequestError]:
-        """Of each request its candidates' probabilities, or what is wrong with it.
+        """The probabilities of the candidates of each request, or its error.
 
         Args:
             some: requests, as JSON or parsed.
@@ -152,7 +152,7 @@ class Server:
         if batch:
             scores = self._scorer(*self._requests.tensors([*batch.values()])).cpu().numpy()
             ends = [*accumulate(len(request.dense) for request in batch.values())]
-            results |= zip(batch, np.split(scores, ends), strict=False)  # the last is nobody's
+            results |= zip(batch, np.split(scores, ends), strict=False)  # the last is the dummy's
         return [results[at] for at in range(len(some))]
 
 
@@ -172,7 +172,7 @@ def _field(
 
 
 def parse(content: bytes) -> Any:
-    """What JSON holds; integers past 64 bits as text, for a message that names their field.
+    """The parsed JSON; integers beyond 64 bits are text, for an error that names their field.
 
     Raises:
         RequestError: it is too large, or not JSON in UTF-8.
@@ -188,7 +188,7 @@ def parse(content: bytes) -> Any:
 
 
 def read_request(path: Path) -> object:
-    """What the file holds.
+    """The parsed file.
 
     Raises:
         RequestError: the file cannot be read, is too large, or not JSON in UTF-8.

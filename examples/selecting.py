@@ -1,4 +1,4 @@
-"""A model that sees a part of its users' events: the most relevant, the newest, or any."""
+"""A model of a part of its users' events: the most relevant, the newest, or random ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ByRelevance(nn.Module):
 
 
 class AtRandom(nn.Module):
-    """A score of each event that has nothing to do with it."""
+    """A random score for each event."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ class AtRandom(nn.Module):
 
 
 def selection_of(way: str, budget: float, keys: list[str], relevance: ByRelevance) -> nn.Module:
-    """What leaves a part of each user's events; `way` is "relevance", "newest" or "random"."""
+    """Keeps a part of each user's events by `way`: "relevance", "newest" or "random"."""
     scores = {"relevance": relevance, "newest": None, "random": AtRandom(keys[0])}[way]
     return EventSelection(keys, ShareOfHistory(keys[0], budget), scores=scores)
 
 
 def fit_relevance(events: Events) -> ByRelevance:
-    """Of all events in training time, with their items' categories for surfaces.
+    """Fits the relevance of all events in training time; surfaces are categories of items.
 
     Each rank counts a share of them, and all get the same coefficients.
     """
@@ -83,11 +83,11 @@ def fit_relevance(events: Events) -> ByRelevance:
 
 
 class SelectingTrain(DLRMTrain):
-    """Trains a DLRM on the events that a module leaves, before any of them is looked up.
+    """Trains a DLRM on the events that a module keeps; others are removed before the lookups.
 
     Args:
         train: whose DLRM is trained.
-        selection: from a batch's features to what is left of them.
+        selection: from the features of a batch to those that are kept.
     """
 
     def __init__(self, train: DLRMTrain, selection: nn.Module) -> None:

@@ -1,19 +1,18 @@
-"""Serves what train_dlrm.py has trained: scores users' candidates, and says how fast.
+"""Serves a model of train_dlrm.py: scores the candidates of users, and prints latencies.
 
     python examples/train_dlrm.py --pooling attention     # leaves a checkpoint
     python examples/serve_dlrm.py                         # scores examples/request.json
 
-From the checkpoint to the scores: the tables are quantized to int8, the model is exported for any
-number of requests, candidates and history rows, and compiled ahead of time into one file. It is the
-model that was trained, with requests for samples: a user's history is looked up and read once for
-all candidates.
+The tables are quantized to int8, and the model is exported for any number of requests, candidates
+and history rows, and compiled ahead of time into one file. Samples are requests: a user's history
+is looked up and read once for all candidates.
 
 With --triton FOLDER, it also writes a model for Triton Inference Server. With --explain K, it shows
 the K events of the history with the largest weights for each of the best candidates, and the
 weights by head.
 
 A request names the user's features, the history from the oldest event to the newest, and the
-candidates, with counts as they are, and at most 10,000 rows of either:
+candidates, at most 10,000 of either; counts are not normalized:
 
     {"user": {"cohort": 1, "device": 2, "events": 57, "seconds_since_last": 40},
      "history": [{"item": 7, "category": 0}, ...],
@@ -75,7 +74,7 @@ if __name__ == "__main__":
     end_on_ctrl_c()
     ARGS = parse_args()  # before the imports, which take seconds
 
-# TorchRec and FBGEMM have much to say about themselves when imported.
+# TorchRec and FBGEMM log a lot when imported.
 logging.disable(logging.WARNING)
 warnings.simplefilter("ignore", FutureWarning)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -131,8 +130,8 @@ class Scorer(nn.Module):
     def explain(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Weights `[L, C, H]` that each head of each candidate gives each row of the history.
 
-        The arguments are those of `forward`, of the first request. Encoder layers have mixed the
-        rows before, if there are any.
+        The arguments are those of `forward`, of the first request. With encoder layers, rows are
+        those that they return.
         """
         collection = self.dlrm.sparse_arch.embedding_bag_collection
         (lookup,) = collection.embedding_collections.values()  # of one width
@@ -153,7 +152,7 @@ class Scorer(nn.Module):
 
 
 def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
-    """The model of a run's newest checkpoint, and what is known of its data and rows."""
+    """The model of a run's newest checkpoint, and the features of its data."""
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         raise RequestError(f"{run} holds no checkpoint; make one with train_dlrm.py")
@@ -223,7 +222,7 @@ def explain(
 
 
 def write_triton_model(repository: Path, package: Path, features: dict) -> Path:
-    """A model of Triton's Python backend, with all that it reads but for what is installed."""
+    """Writes a model for Triton's Python backend, with all files that it reads."""
     folder = repository / "serve_dlrm"
     version = folder / "1"
     version.mkdir(parents=True, exist_ok=True)
@@ -237,7 +236,7 @@ def write_triton_model(repository: Path, package: Path, features: dict) -> Path:
 
 
 def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Server, dict]:
-    """What is served, as the options say; and what a server must know of it."""
+    """The served model, by the options, and the features that a server needs."""
     scorer, features = load_scorer(args.run, device)
     if args.tables == "int8":
         register_fake_classes()  # of FBGEMM, for the exporter

@@ -5,12 +5,12 @@
     python examples/train_dlrm.py --select relevance newest random # parts of the events
     torchrun --nproc_per_node=2 examples/train_dlrm.py --pooling attention
 
-The model is TorchRec's own DLRM. Between the poolings only the module that makes one vector of each
-feature's ids changes. It is an EmbeddingBagCollection that takes the sum or the mean of the
-history, or weights it by recency; or a TargetAttentionEmbeddingBagCollection, where the candidate
-item attends to the history. Data, seed, widths, learning rates and steps are the same for all.
+The model is TorchRec's own DLRM. Poolings differ only in the embedding module: an
+EmbeddingBagCollection that takes the sum or the mean of the history, or weights it by recency; or a
+TargetAttentionEmbeddingBagCollection, where the candidate item attends to the history. Data, seed,
+widths, learning rates and steps are the same for all.
 
-With --select, the models differ in the events of a history that they see: all, those most likely to
+With --select, the models differ in the events of a history that are kept: all, those most likely to
 convert, the newest, or random ones. Other events are removed before the lookups. Examples are then
 events that converted, and the plot shows normalized entropy over throughput. Most of the synthetic
 events are noise, with short dwell times and few conversions. In MovieLens-1M, four stars convert,
@@ -47,7 +47,7 @@ STEPS_PER_LOOK = 10
 
 
 class Run(NamedTuple):
-    """One of the models that are compared: its pooling, and what it sees of a history."""
+    """One of the compared models: its pooling, and the part of a history that is kept."""
 
     pooling: str
     way: str = "all"
@@ -167,7 +167,7 @@ if __name__ == "__main__":
     end_on_ctrl_c()
     ARGS = parse_args()  # before the imports, which take seconds
 
-# TorchRec and FBGEMM have much to say about themselves when imported, planned and wrapped.
+# TorchRec and FBGEMM log a lot when imported, planned and wrapped.
 logging.disable(logging.WARNING)
 warnings.simplefilter("ignore", FutureWarning)
 
@@ -264,7 +264,7 @@ def shard(
 ) -> tuple[DistributedModelParallel, KeyedOptimizer]:
     """Spreads the tables over the ranks, and replicates the dense layers.
 
-    Tables learn inside the backward pass, row by row; the returned optimizer's step is for the
+    Tables are updated inside the backward pass; the returned optimizer's step is for the
     dense layers. (A table too large for one process would be made on the meta device instead.)
     """
     apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": args.table_lr})
@@ -298,7 +298,7 @@ def shard(
 
 
 class Training:
-    """One model on its way from the first step, or the newest checkpoint, to its result."""
+    """The training of one model, from the first step or the newest checkpoint."""
 
     def __init__(
         self, run: Run, events: Events, args: argparse.Namespace, device: torch.device
@@ -418,7 +418,7 @@ class Training:
         self.model.eval()
         loader = self._load(examples, batches)
         with torch.no_grad():
-            logits = [self.pipeline.progress(loader)[1]]  # which waits for the first batch
+            logits = [self.pipeline.progress(loader)[1]]  # waits for the first batch
             start = time.perf_counter()
             logits = torch.cat(logits + [self.pipeline.progress(loader)[1] for _ in batches[1:]])
         logits.sum().item()  # waits for the device
@@ -508,7 +508,7 @@ def make_room(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace, device: torch.device) -> None:
-    """Trains a model for each pooling, or selection of events, and shows which does best."""
+    """Trains a model for each pooling, or selection of events, and compares them."""
     if args.cuda_graph and device.type != "cuda":
         raise DataError("--cuda-graph needs a GPU, got none; leave it out to train on this CPU")
     if args.batch_size % dist.get_world_size() != 0:
@@ -536,7 +536,7 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def leave(message: str, code: int = 1) -> NoReturn:
-    """Ends all ranks, of which one says why."""
+    """Ends all ranks; one prints the reason."""
     if dist.get_rank() == 0:
         print(message, file=sys.stderr)
     sys.exit(code)

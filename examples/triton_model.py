@@ -1,4 +1,4 @@
-"""What serve_dlrm.py --triton makes: a model of Triton Inference Server's Python backend.
+"""A model for Triton Inference Server's Python backend, which serve_dlrm.py --triton writes.
 
 A REQUEST is JSON as serve_dlrm.py describes it, and its SCORES are those of its candidates. Triton
 gives execute() the requests that it has batched. PyTorch, FBGEMM and torchrec_jagged_attn must be
@@ -21,7 +21,7 @@ class TritonPythonModel:
     """Called by Triton."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load what lies beside this file."""
+        """Load the model next to this file."""
         folder = Path(args["model_repository"], args["model_version"])
         device = torch.device("cpu")
         if args["model_instance_kind"] == "GPU":
@@ -31,7 +31,7 @@ class TritonPythonModel:
         self._server = Server(scorer, Requests(features, device))
 
     def execute(self, requests: list) -> list:
-        """A response for each request; the others are not touched by one that is wrong."""
+        """A response for each request; an invalid one does not affect the others."""
         given = [pb_utils.get_input_tensor_by_name(x, "REQUEST").as_numpy() for x in requests]
         scores = self._server.scores([x.item() if x.size == 1 else x.tolist() for x in given])
         return [_response(each) for each in scores]
