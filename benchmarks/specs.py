@@ -177,7 +177,7 @@ OP_TABLES = {
         f"{SHAPE} | dtype | indices of a row",
         {
             f"{label} | {places}": f"{name}-x{places}"
-            for label, name in shapes(["rank-1k", "rank-2k", "rank-200", "rank-1k-fp32"]).items()
+            for label, name in shapes(["rank-1k", "rank-200"]).items()
             for places in (1, 4, 16, 64)
         },
         """gather indices, µs = {ours-by-index µs forward/both}
@@ -217,9 +217,6 @@ OP_TABLES = {
             "10,000 × 1, 1, 128; 512 each | bf16": "full-512",
             "10,000 × 1, 4, 128; 512 each | bf16": "full-512-4-heads",
             "4,096 × 1, 4, 128; log-normal up to 1,024 | bf16": "rank-1k",
-            "4,096 × 16, 1, 128; log-normal up to 1,024 | bf16": "rank-1k-16-targets",
-            "4,096 × 1, 4, 128; log-normal up to 1,024 | fp32": "rank-1k-fp32",
-            "1 × 1, 4, 128; 100,000 | bf16": "one-user",
         },
         """codes, µs = {ours-codes µs forward/both}
         of the roofline = {ours-codes floor forward/both}
@@ -231,14 +228,9 @@ OP_TABLES = {
         ("select_events",),
         "users, width; rows; kept",
         {
-            f"{shape}, {by}": f"{case}{suffix}"
-            for case, shape in {
-                "events-200": "4,096, 128; log-normal up to 1,600; 64",
-                "events-200-narrow": "4,096, 8; log-normal up to 1,600; 64",
-                "events-1250": "512, 128; log-normal up to 10,000; 512",
-                "events-10k": "512, 128; up to 10,000, nine tenths full; 2,048",
-            }.items()
-            for by, suffix in (("by score", ""), ("newest", "-newest"))
+            "4,096, 128; log-normal up to 1,600; 64, by score": "events-200",
+            "4,096, 128; log-normal up to 1,600; 64, newest": "events-200-newest",
+            "4,096, 8; log-normal up to 1,600; 64, by score": "events-200-narrow",
         },
         """ours, µs = {ours µs forward/both}
         of the roofline = {ours floor forward/both}

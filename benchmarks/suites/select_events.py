@@ -33,8 +33,6 @@ SHAPES = (
     # The mean of a log-normal is an eighth of the longest.
     SelectionCase("events-200", 4096, 1600, 1, 128, 1, "log-normal", BF16, large=True),
     SelectionCase("events-200-narrow", 4096, 1600, 1, 8, 1, "log-normal", BF16, large=True),
-    SelectionCase("events-1250", 512, 10_000, 1, 128, 1, "log-normal", BF16, large=True, keep=512),
-    SelectionCase("events-10k", 512, 10_000, 1, 128, 1, 0.9, BF16, large=True, keep=2048),
     SelectionCase("cpu-events-200", 512, 1600, 1, 32, 1, "log-normal"),
 )
 CASES = {

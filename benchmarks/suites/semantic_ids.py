@@ -28,9 +28,6 @@ CASES = {
         Case("full-512", 10000, 512, 1, 128, lengths=1.0, dtype=BF16, large=True),
         Case("full-512-4-heads", 10000, 512, 4, 128, lengths=1.0, dtype=BF16, large=True),
         Case("rank-1k", 4096, 1024, 4, 128, 1, "log-normal", BF16, large=True),
-        Case("rank-1k-16-targets", 4096, 1024, 1, 128, 16, "log-normal", BF16, large=True),
-        Case("rank-1k-fp32", 4096, 1024, 4, 128, 1, "log-normal", large=True),
-        Case("one-user", 1, 100_000, 4, 128, lengths=1.0, dtype=BF16, large=True),
         Case("cpu-half-full", 512, 200, 4, 64, lengths="uniform"),
     )
 }

@@ -75,9 +75,9 @@ def test_the_place_of_a_table_without_its_file_says_so(tmp_path, monkeypatch):
         ("requests", "targets", "targets-*"),
         ("ikbo", "ikbo", ""),
         ("target_attention_rows", "target_attention_rows", ""),
-        ("semantic_ids", "semantic_ids", ""),
+        ("semantic_ids", "semantic_ids", "rank-1k"),
         ("target_attention_scores", "target_attention_scores", ""),
-        ("select_events", "select_events", ""),
+        ("select_events", "select_events", "events-200-narrow-newest"),
         ("serving", "serving", ""),
     ],
 )
