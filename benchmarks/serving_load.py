@@ -6,13 +6,13 @@
 An open loop: requests are scheduled beforehand, by a Poisson process, and come whether or not those
 before them are done. A latency goes from the scheduled arrival to the scores on the host, so that a
 request that waits for others counts its wait. One thread serves: it takes all that have arrived, up
-to --max-batch, as one batch. The network and a server's own queue are not in it. Other programs on
-the machine are: measure on a quiet one. The CPU time of a request, of all threads, depends on them
-least. One request in a hundred is over the p99: of few that were counted, it says little.
+to 16, as one batch. The network and a server's own queue are not in it. Other programs on the
+machine are: measure on a quiet one. One request in a hundred is over the p99: of few that were
+counted, it says little.
 
 A request is JSON, whole: it is parsed, checked and scored. Users are drawn by Zipf's law, and have
-histories of log-normal length, to which each visit adds a few events. Requests of the first
---warm-up seconds are scored, too, but not counted.
+histories of log-normal length, to which each visit adds a few events. Requests of the first seconds
+are scored, too, but not counted.
 """
 # ruff: noqa: E402
 
@@ -35,6 +35,9 @@ from options import HelpFormatter, number, package_file, writable_file
 
 FORMS = ("as trained", "compiled")
 """Of fp32 tables, in eager mode; and of int8 tables, compiled."""
+SIZES = {"max_batch": 16, "candidates": 100, "history": 100, "users": 1000, "seed": 0, "warm_up": 3}
+"""Requests scored together, candidates of a request, median events of a user, users to draw from, the
+seed, and seconds that are not counted."""
 SPIN = 2e-4
 """Seconds before an arrival from which on the loop does not sleep: sleeping overshoots."""
 
@@ -59,12 +62,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--rates", nargs="+", type=number(int, 1, 10**6), default=[100, 400, 800, 2000],
         help="requests per second")
     add("--seconds", type=number(float, 0.1, 3600), default=10, help="of each rate, to be counted")
-    add("--warm-up", type=number(float, 0, 3600), default=3, help="seconds before that")
-    add("--candidates", type=number(int, 1, 10_000), default=100, help="of a request")
-    add("--history", type=number(int, 1, 10_000), default=100, help="median events of a user")
-    add("--users", type=number(int, 1, 10**7), default=1000, help="to draw from")
-    add("--max-batch", type=number(int, 1, 1000), default=16, help="requests scored together")
-    add("--seed", type=number(int, 0, 2**31), default=0, help="of users, requests and arrivals")
     add("--package", type=package_file, default="runs/serving_load/scorer.pt2",
         help="the compiled model")
     add("--csv", type=writable_file, help="for the figures, a new file")
@@ -80,16 +77,14 @@ class Traffic:
 
     Args:
         features: of the model: how many ids each feature has, and the longest history.
-        args: of the command.
     """
 
-    def __init__(self, features: dict[str, Any], args: argparse.Namespace) -> None:
-        self._random = np.random.default_rng(args.seed)
-        self._ids, self._num_candidates = features["cardinalities"], args.candidates
-        self._max_history = features["max_history"]
-        lengths = np.exp(self._random.normal(np.log(args.history), 1, args.users))
+    def __init__(self, features: dict[str, Any]) -> None:
+        self._random = np.random.default_rng(SIZES["seed"])
+        self._ids, self._max_history = features["cardinalities"], features["max_history"]
+        lengths = np.exp(self._random.normal(np.log(SIZES["history"]), 1, SIZES["users"]))
         self._num_events = lengths.astype(int) + 1
-        popularity = 1 / np.arange(1, args.users + 1)
+        popularity = 1 / np.arange(1, SIZES["users"] + 1)
         self._popularity = popularity / popularity.sum()
 
     def arrivals(self, rate: float, seconds: float) -> np.ndarray:
@@ -108,7 +103,7 @@ class Traffic:
         num_events = int(self._num_events[user])
         events = np.arange(max(0, num_events - self._max_history), num_events)
         items = (user * 7919 + events * 104_729) % self._ids["item"]  # a user's own, always alike
-        candidates = self._random.integers(self._ids["item"], size=self._num_candidates)
+        candidates = self._random.integers(self._ids["item"], size=SIZES["candidates"])
         features = {name: user % count for name, count in self._ids.items()}
         of_user = {"events": num_events, "seconds_since_last": 60, **features}
         rows = [
@@ -124,13 +119,9 @@ def replay(
     arrivals: np.ndarray,
     requests: Sequence[bytes],
     max_batch: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Serve requests as they arrive.
-
-    Returns:
-        Seconds from each one's scheduled arrival to its end, and how many were in its batch.
-    """
-    done, sizes = np.empty(len(arrivals)), np.empty(len(arrivals))
+) -> np.ndarray:
+    """Seconds from each request's scheduled arrival to its end, served as they arrive."""
+    done = np.empty(len(arrivals))
     begin, start = 0, time.perf_counter()
     while begin < len(arrivals):
         now = time.perf_counter() - start
@@ -141,41 +132,36 @@ def replay(
         arrived = int(np.searchsorted(arrivals, now, side="right"))
         end = min(arrived, begin + max_batch)
         serve(requests[begin:end])
-        done[begin:end], sizes[begin:end] = time.perf_counter() - start, end - begin
+        done[begin:end] = time.perf_counter() - start
         begin = end
-    return done - arrivals, sizes
+    return done - arrivals
 
 
 def measure(
-    server: Server, traffic: Traffic, rate: int, args: argparse.Namespace
+    server: Server, traffic: Traffic, rate: int, seconds: float
 ) -> dict[str, tuple[float, str]]:
     """The figures at one rate, each with its unit."""
-    arrivals = traffic.arrivals(rate, args.warm_up + args.seconds)
+    arrivals = traffic.arrivals(rate, SIZES["warm_up"] + seconds)
     requests = traffic.requests(len(arrivals))
     gc.collect()
-    busy: list[float] = []  # a part of its batch's time for each request
 
     def serve(batch: Sequence[bytes]) -> None:
-        begin = time.process_time()
         for scores in server.scores(batch):
             if isinstance(scores, Exception):
                 raise scores
-        busy.extend([(time.process_time() - begin) / len(batch)] * len(batch))
 
-    latencies, sizes = replay(serve, arrivals, requests, args.max_batch)
-    counted = arrivals >= args.warm_up
+    latencies = replay(serve, arrivals, requests, SIZES["max_batch"])
+    counted = arrivals >= SIZES["warm_up"]
     if not counted.any():
-        raise SystemExit(f"no request came in --seconds {args.seconds} at a rate of {rate}")
+        raise SystemExit(f"no request came in --seconds {seconds} at a rate of {rate}")
     p50, p99 = np.percentile(1000 * latencies[counted], [50, 99])
-    done = arrivals + latencies - args.warm_up
+    done = arrivals + latencies - SIZES["warm_up"]
     return {
         "counted": (float(counted.sum()), "requests"),
         "p50": (p50, "ms"),
         "p99": (p99, "ms"),
         # From the end of the warm-up on, with those that still waited then.
-        "served": ((done > 0).sum() / max(done.max(), args.seconds), "requests/s"),
-        "batch": (float(sizes[counted].mean()), "requests"),
-        "cpu": (1000 * float(np.array(busy)[counted].mean()), "ms/request"),
+        "served": ((done > 0).sum() / max(done.max(), seconds), "requests/s"),
     }
 
 
@@ -185,13 +171,8 @@ def describe(args: argparse.Namespace) -> dict[str, object]:
     if not torch.cuda.is_available():
         measured["gpu"] += f", {os.cpu_count()} cores"
     return {
-        **{
-            name: getattr(args, name)
-            for name in (
-                *("max_batch", "candidates", "history", "users", "seed"),
-                *("warm_up", "seconds"),
-            )
-        },
+        **SIZES,
+        "seconds": args.seconds,
         "threads": torch.get_num_threads(),
         **measured,
         "note": f"load average {os.getloadavg()[0]:.1f} before",
@@ -212,17 +193,17 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     described = describe(args)
-    printed = Table("form", title="p50, p99 and CPU time in milliseconds")
-    for column in ("rate/s", "counted", "p50", "p99", "served/s", "batch", "CPU"):
+    printed = Table("form", title="p50 and p99 in milliseconds")
+    for column in ("rate/s", "counted", "p50", "p99", "served/s"):
         printed.add_column(column, justify="right")
     for form in args.forms:
         try:
             server, features = serve_form(form, args, device)
         except (RequestError, CheckpointError) as error:
             sys.exit(f"error: {error}")
-        traffic = Traffic(features, args)
+        traffic = Traffic(features)
         for rate in args.rates:
-            figures = measure(server, traffic, rate, args)
+            figures = measure(server, traffic, rate, args.seconds)
             printed.add_row(
                 form,
                 f"{rate:,}",

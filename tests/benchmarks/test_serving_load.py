@@ -33,7 +33,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return clock.now
 
     clock.sleep, clock.perf_counter = sleep, perf_counter
-    clock.process_time = lambda: clock.now
     monkeypatch.setattr(serving_load, "time", clock)
     return clock
 
@@ -48,9 +47,8 @@ def test_a_latency_counts_the_wait_for_others(clock: SimpleNamespace):
 
     arrivals = np.array([0.002, 0.003, 0.004, 0.005, 0.200])
     requests = [b"0", b"1", b"2", b"3", b"4"]
-    latencies, sizes = serving_load.replay(serve, arrivals, requests, max_batch=2)
+    latencies = serving_load.replay(serve, arrivals, requests, max_batch=2)
     assert batches == [[b"0"], [b"1", b"2"], [b"3"], [b"4"]]
-    assert sizes.tolist() == [1, 2, 2, 1, 1]
     expected = [0.010, 0.019, 0.018, 0.027, 0.010]
     np.testing.assert_allclose(latencies, expected, atol=1e-5)
 
@@ -58,37 +56,28 @@ def test_a_latency_counts_the_wait_for_others(clock: SimpleNamespace):
 FEATURES = {"cardinalities": {"item": 9, "category": 3}, "max_history": 5}
 
 
-def figures_of(clock: SimpleNamespace, rate: int, seconds_of_request) -> dict[str, float]:
-    """Measured for a second after one that warms up."""
-
-    def scores(batch: Sequence[bytes]) -> list[None]:
-        clock.now += len(batch) * seconds_of_request(clock.now - begin)
-        return [None] * len(batch)
-
-    args = serving_load.parse_args(["--users", "3", "--seconds", "1", "--warm-up", "1"])
-    traffic, begin = serving_load.Traffic(FEATURES, args), clock.now
-    figures = serving_load.measure(SimpleNamespace(scores=scores), traffic, rate, args)
-    return {name: value for name, (value, _) in figures.items()}
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small requests of few users."""
+    small = {"candidates": 5, "history": 20, "users": 3, "warm_up": 1}
+    monkeypatch.setattr(serving_load, "SIZES", serving_load.SIZES | small)
 
 
 def test_what_waits_after_the_warm_up_is_served_in_time_that_counts(clock: SimpleNamespace):
     """So that a server with more requests than it can serve is measured at its rate."""
-    figures = figures_of(clock, 2000, lambda _: 0.002)
-    assert abs(figures["counted"] - 2000) < 5 * 2000**0.5
-    assert abs(figures["served"] - 500) < 16  # a batch more or less, in more than a second
 
+    def scores(batch: Sequence[bytes]) -> list[None]:
+        clock.now += len(batch) * 0.002
+        return [None] * len(batch)
 
-def test_the_cpu_time_of_the_warm_up_is_not_counted(clock: SimpleNamespace):
-    figures = figures_of(clock, 20, lambda now: 0.001 if now > 0.9 else 0.03)
-    assert abs(figures["cpu"] - 1) < 1e-6
-    assert figures["p50"] < 2
+    traffic = serving_load.Traffic(FEATURES)
+    figures = serving_load.measure(SimpleNamespace(scores=scores), traffic, 2000, seconds=1)
+    assert abs(figures["counted"][0] - 2000) < 5 * 2000**0.5
+    assert abs(figures["served"][0] - 500) < 16  # a batch more or less, in more than a second
 
 
 def test_arrivals_are_a_poisson_process():
-    traffic = serving_load.Traffic(
-        FEATURES,
-        serving_load.parse_args(["--users", "3"]),
-    )
+    traffic = serving_load.Traffic(FEATURES)
     times = traffic.arrivals(200, 100)
     assert (np.diff(times) > 0).all()
     assert 0 < times[0] < times[-1] < 100
@@ -105,18 +94,15 @@ def test_a_run_is_in_the_csv(
 ):
     path = tmp_path / "serving_load.csv"
     options = ["--run", str(run), "--forms", "as trained", "--csv", str(path)]
-    options += ["--seconds", "0.5", "--warm-up", "0.1", "--candidates", "5", "--history", "20"]
-    options += ["--package", str(tmp_path / "scorer.pt2")]
+    options += ["--seconds", "0.5", "--package", str(tmp_path / "scorer.pt2")]
     assert serving_load.main([*options, "--rates", "100", "400"]) == 0
     printed = capsys.readouterr().out
     figures = pd.read_csv(path).set_index(["case", "metric"])["median"]
     for case, rate in (("100/s", 100), ("400/s", 400)):
         assert 0 < figures[case, "counted"] < rate  # in half a second
         assert 0 < figures[case, "p50"] <= figures[case, "p99"]
-        # At most what is sent in 0.6 seconds, in 0.5 or however many a busy machine takes.
-        assert 0 < figures[case, "served"] < 1.5 * rate
-        assert 1 <= figures[case, "batch"] <= 16
-        assert 0 < figures[case, "cpu"] < figures[case, "p99"]
+        # At most what is sent in 1.5 seconds, in 0.5 or however many a busy machine takes.
+        assert 0 < figures[case, "served"] < 3.5 * rate
         assert f"│ as trained │{rate:>7,} │" in printed
     table = report.figures_table(TABLES["serving_load"], tmp_path)
     p50 = shown(Decimal(str(figures["400/s", "p50"])), "ms")
