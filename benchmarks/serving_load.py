@@ -36,8 +36,8 @@ from options import HelpFormatter, number, package_file, writable_file
 FORMS = ("as trained", "compiled")
 """Of fp32 tables, in eager mode; and of int8 tables, compiled."""
 SIZES = {"max_batch": 16, "candidates": 100, "history": 100, "users": 1000, "seed": 0, "warm_up": 3}
-"""Requests scored together, candidates of a request, median events of a user, users to draw from, the
-seed, and seconds that are not counted."""
+"""Requests scored together, candidates of a request, median events of a user, users to draw from,
+the seed, and seconds that are not counted."""
 SPIN = 2e-4
 """Seconds before an arrival from which on the loop does not sleep: sleeping overshoots."""
 
