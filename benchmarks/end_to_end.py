@@ -8,11 +8,11 @@
 autocast and lookups in bf16. A batch has 26 pooled features of one id, an item and its histories,
 whose lengths are log-normal and clipped at four times their mean. With ``--candidates 32``, so many
 samples are candidates of one request, and have its histories and features. On several ranks, the
-item table, and what is looked up in one with it, is sharded in each of the ways that ``--sharding``
-names, the others are spread table by table. Adam is for all else than the tables.
+item table, and what is looked up in one with it, is sharded by row, the others are spread table by
+table. Adam is for all else than the tables.
 
 Output and gradients of each attention are first held against fp64. A model is made once for each
-provider and sharding, and goes through all mean lengths; all go through the same batches, and none
+provider, and goes through all mean lengths; all go through the same batches, and none
 shares its tables. A step's time is that of the slowest rank, in the median of rounds, in which
 models take turns: each batch once without being timed, then four times. Peak memory has the model's
 own tables in it, but not what the other models hold.
@@ -91,10 +91,6 @@ STEPS_TO_PROFILE = NUM_BATCHES
 KERNELS = 10  # that take most, which are written
 
 
-Key = tuple[str, str]
-"""A provider, and how the item table is sharded."""
-
-
 class Training:
     """The training of a model with one provider.
 
@@ -118,7 +114,7 @@ class Training:
         fused: bool = False,
         warmup: int = WARMUP,
     ) -> None:
-        self.name, self.sharding, self.device = name, sharding, device
+        self.name, self.device = name, device
         self.on_gpu, self.provider = device.type == "cuda", PROVIDERS[name]
         self.warmup = warmup
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
@@ -226,16 +222,17 @@ class Training:
         for name, sent in zip(names, self.sent_bytes(), strict=True):
             yield {"metric": name, "unit": "MiB", "median": sent / 2**20}
 
-    def profile(self, file: Path, *, of_cpu: bool = False) -> Iterator[dict[str, Any]]:
-        """Rows of the CSV from a profile, which is written to ``file``, too."""
-        activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * of_cpu
+    def profile(self) -> Iterator[dict[str, Any]]:
+        """Rows of the CSV from a profile."""
         self.run(1)
-        with profile(activities=activities) as profiled:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             self.run(STEPS_TO_PROFILE)
         if dist.get_rank() > 0:
             return
-        profiled.export_chrome_trace(str(file))
-        trace = Trace.read(file)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "trace.json")
+            profiled.export_chrome_trace(str(file))
+            trace = Trace.read(file)
         busy = trace.busy_us / STEPS_TO_PROFILE / 1e3
         yield {"metric": "gpu_busy", "unit": "ms", "median": busy}
         for i, (name, us) in enumerate(itertools.islice(trace.kernels_us.items(), KERNELS), 1):
@@ -243,9 +240,7 @@ class Training:
                    "median": us / STEPS_TO_PROFILE / 1e3}  # fmt: skip
 
 
-def labels_of(
-    sizes: Sizes, sharding: str = SHARDINGS[0], cuda_graph: bool = False, fused: bool = False
-) -> dict[str, Any]:
+def labels_of(sizes: Sizes, cuda_graph: bool = False, fused: bool = False) -> dict[str, Any]:
     """Which case it is: what tells measurements of one provider apart."""
     gpus = dist.get_world_size()
     ways = {
@@ -258,7 +253,7 @@ def labels_of(
     of_requests = (sizes.candidates, sizes.candidate_features)
     return {
         "suite": "end_to_end",
-        "case": step_case(sizes.mean, gpus, sharding, *of_requests, ways),
+        "case": step_case(sizes.mean, gpus, SHARDINGS[0], *of_requests, ways),
         "mode": "step",
         **{name: getattr(sizes, name) for name in SIZES},
         "heads": check_target_heads(None, sizes.width),
@@ -269,113 +264,96 @@ def labels_of(
 class Measurement:
     """Of providers, side by side; adds their figures to the CSV.
 
-    Args:
-        traces: folder for the profiles, which then have the host in them; they are not kept if it
-            is not given.
-
     Attributes:
         left: providers for which there was no memory beside the others.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        csv: Path,
-        traces: Path | None = None,
-        *,
-        cuda_graph: bool = False,
-        fused: bool = False,
+        self, device: torch.device, csv: Path, *, cuda_graph: bool = False, fused: bool = False
     ) -> None:
-        self.device, self.csv, self.traces = device, csv, traces
+        self.device, self.csv = device, csv
         self.way = {"cuda_graph": cuda_graph, "fused": fused}
-        self.trainings: dict[Key, Training] = {}
+        self.trainings: dict[str, Training] = {}
         self.left: list[str] = []
 
-    def run(self, missing: dict[Sizes, list[Key]], rounds: int) -> None:
+    def run(self, missing: dict[Sizes, list[str]], rounds: int) -> None:
         """Profiles come last: what they hook into CUDA stays there, and slows down what follows.
 
         Args:
-            missing: what is measured of which sizes.
+            missing: providers that are measured with which sizes.
         """
         sizes, *_ = missing
         lengths = make_lengths(sizes, torch.Generator().manual_seed(1))[:64].to(self.device)
-        keys = dict.fromkeys(itertools.chain.from_iterable(missing.values()))
-        names = {name for name, _ in keys}
+        names = dict.fromkeys(itertools.chain.from_iterable(missing.values()))
         wrong = check_attentions(names, lengths, sizes.width, CLIP * sizes.mean)
-        for key in keys:
-            own = [sizes for sizes in missing if key in missing[sizes]]
-            if key[0] in wrong:
-                self.refuse(key, own, wrong[key[0]])
+        for name in names:
+            own = [sizes for sizes in missing if name in missing[sizes]]
+            if name in wrong:
+                self.refuse(name, own, wrong[name])
             else:
-                self.attempt(key, own, lambda key=key, own=own: self.build(key, own[0]))
+                self.attempt(name, own, lambda name=name, own=own: self.build(name, own[0]))
         for measure in (self.time, self.profile) if self.device.type == "cuda" else (self.time,):
             for sizes in missing:
                 measure(sizes, missing[sizes], rounds)
         self.trainings.clear()
         clear_memory()
 
-    def attempt(self, key: Key, all_sizes: list[Sizes], do: Callable[[], None]) -> None:
+    def attempt(self, name: str, all_sizes: list[Sizes], do: Callable[[], None]) -> None:
         """Does it, or takes the provider out."""
         try:
             do()
         except Exception as error:  # whatever a peer, or this machine's FBGEMM, has not
-            self.trainings.pop(key, None)
+            self.trainings.pop(name, None)
             lacks_memory = any(words in str(error).lower() for words in LACKS_MEMORY)
             if lacks_memory and dist.get_world_size() > 1:
                 raise  # the other ranks wait in vain
             if lacks_memory and self.trainings:
-                self.left.append(key[0])
+                self.left.append(name)
             else:
-                self.refuse(key, all_sizes, in_a_line(error))
-        if key not in self.trainings:
+                self.refuse(name, all_sizes, in_a_line(error))
+        if name not in self.trainings:
             clear_memory()
 
-    def build(self, key: Key, sizes: Sizes) -> None:
-        name, sharding = key
-        self.trainings[key] = Training(name, sizes, self.device, sharding=sharding, **self.way)
+    def build(self, name: str, sizes: Sizes) -> None:
+        self.trainings[name] = Training(name, sizes, self.device, **self.way)
         clear_memory()
 
-    def in_turns(self, sizes: Sizes, keys: list[Key], do: Callable[[Training], None]) -> None:
+    def in_turns(self, sizes: Sizes, names: list[str], do: Callable[[Training], None]) -> None:
         """Does it with each training that there is."""
-        for key in [key for key in keys if key in self.trainings]:
-            self.attempt(key, [sizes], lambda key=key: do(self.trainings[key]))
+        for name in [name for name in names if name in self.trainings]:
+            self.attempt(name, [sizes], lambda name=name: do(self.trainings[name]))
 
-    def time(self, sizes: Sizes, keys: list[Key], rounds: int) -> None:
+    def time(self, sizes: Sizes, names: list[str], rounds: int) -> None:
         """Writes all figures but those of profiles."""
-        self.in_turns(sizes, keys, lambda training: training.use(sizes))
+        self.in_turns(sizes, names, lambda training: training.use(sizes))
         for _ in range(rounds):
-            self.in_turns(sizes, keys, Training.time_round)
-        self.in_turns(sizes, keys, lambda training: self.write(training, training.figures()))
+            self.in_turns(sizes, names, Training.time_round)
+        self.in_turns(sizes, names, lambda training: self.write(training, training.figures()))
         if dist.get_world_size() > 1:
-            self.in_turns(sizes, keys, lambda training: self.write(training, training.traffic()))
+            self.in_turns(sizes, names, lambda training: self.write(training, training.traffic()))
 
-    def profile(self, sizes: Sizes, keys: list[Key], _rounds: int) -> None:
+    def profile(self, sizes: Sizes, names: list[str], _rounds: int) -> None:
         """Writes those of profiles."""
 
         def profile(training: Training) -> None:
             training.use(sizes)
-            name = f"{training.name}-{labels_of(sizes, training.sharding)['case']}.json"
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(self.traces or folder, name)
-                self.write(training, training.profile(file, of_cpu=self.traces is not None))
+            self.write(training, training.profile())
 
-        self.in_turns(sizes, keys, profile)
+        self.in_turns(sizes, names, profile)
 
-    def refuse(self, key: Key, all_sizes: list[Sizes], reason: str) -> None:
+    def refuse(self, name: str, all_sizes: list[Sizes], reason: str) -> None:
         """Writes why it has no figures."""
         for sizes in all_sizes:
             row = {"metric": "refused", "median": 0, "note": reason}
-            self.add(key, sizes, [row])
+            self.add(name, sizes, [row])
 
     def write(self, training: Training, rows: Iterable[dict[str, Any]]) -> None:
         """Figures of a training."""
         of_rows = {"rows_per_sample": training.rows_per_sample}
-        key = (training.name, training.sharding)
-        self.add(key, training.sizes, [{**of_rows, **row} for row in rows])
+        self.add(training.name, training.sizes, [{**of_rows, **row} for row in rows])
 
-    def add(self, key: Key, sizes: Sizes, rows: list[dict[str, Any]]) -> None:
-        name, sharding = key
-        label = {**labels_of(sizes, sharding, **self.way), **measured_with(), "provider": name}
+    def add(self, name: str, sizes: Sizes, rows: list[dict[str, Any]]) -> None:
+        label = {**labels_of(sizes, **self.way), **measured_with(), "provider": name}
         if dist.get_rank() == 0:
             add(self.csv, [{**label, **row} for row in rows])
 
@@ -414,8 +392,6 @@ def add_sizes(parser: argparse.ArgumentParser, *, means: list[int]) -> None:
         default=Sizes.candidate_features,
         help="features not of requests",
     )
-    of_sizes.add_argument("--skew", type=number(float, 1, 100), default=Sizes.skew,
-                          help="of ids; 1 is none")  # fmt: skip
     of_sizes.add_argument("--by-popularity", action="store_true",
                           help="ids are in this order, not hashed")  # fmt: skip
 
@@ -430,7 +406,6 @@ def sizes_of(args: argparse.Namespace) -> list[Sizes]:
             mean,
             args.batch or BATCHES[max(m for m in BATCHES if m <= max(mean, min(BATCHES)))],
             **of_requests,
-            skew=args.skew,
             by_popularity=args.by_popularity,
         )
         for mean in args.mean
@@ -446,8 +421,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     # fmt: off
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, metavar="NAME",
                         default=DEFAULT, help="see below; by default some of them")
-    parser.add_argument("--sharding", nargs="+", choices=SHARDINGS, default=[SHARDINGS[0]],
-                        help="of the item table, on several ranks")
     parser.add_argument("--csv", type=writable_file, help="what stands there is not measured again")
     parser.add_argument("--rounds", type=number(int, 2, 1000), default=5,
                         help="whose median is a step's time")
@@ -455,7 +428,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="dense layers are CUDA graphs in all models")
     parser.add_argument("--fused", action="store_true",
                         help="in a TrainPipelineFusedSparseDist, which starts lookups earlier")
-    parser.add_argument("--traces", type=Path, help="a folder for the profiles, for Perfetto")
     # fmt: on
     add_sizes(parser, means=[*BATCHES])
     args = parser.parse_args(argv)
@@ -479,33 +451,23 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     with process_group() as device, tempfile.TemporaryDirectory() as folder:
         csv = args.csv or Path(folder, "results.csv")
-        if args.traces:
-            args.traces.mkdir(parents=True, exist_ok=True)
-        # On one rank it makes no difference.
-        shardings = args.sharding if dist.get_world_size() > 1 else [SHARDINGS[0]]
+        way = {"cuda_graph": args.cuda_graph, "fused": args.fused}
 
-        def known(sizes: Sizes, sharding: str) -> pd.DataFrame:
-            return matching(csv, labels_of(sizes, sharding, args.cuda_graph, args.fused))
+        def known(sizes: Sizes) -> pd.DataFrame:
+            return matching(csv, labels_of(sizes, **way))
 
         missing = {
-            sizes: [
-                (name, sharding)
-                for sharding in shardings
-                for name in args.providers
-                if name not in {*known(sizes, sharding)["provider"]}
-            ]
+            sizes: [name for name in args.providers if name not in {*known(sizes)["provider"]}]
             for sizes in sizes_of(args)
         }
         dist.barrier()  # before anything is added
-        measurement = Measurement(
-            device, csv, args.traces, cuda_graph=args.cuda_graph, fused=args.fused
-        )
-        if missing := {sizes: keys for sizes, keys in missing.items() if keys}:
+        measurement = Measurement(device, csv, **way)
+        if missing := {sizes: names for sizes, names in missing.items() if names}:
             measurement.run(missing, args.rounds)
         if dist.get_rank() == 0:
-            for sizes, sharding in itertools.product(sizes_of(args), shardings):
-                frame, case = known(sizes, sharding), labels_of(sizes, sharding)["case"]
-                print(f"{case}, batch {sizes.batch}:\n{step_table(frame)}\n")
+            for sizes in sizes_of(args):
+                case = labels_of(sizes, **way)["case"]
+                print(f"{case}, batch {sizes.batch}:\n{step_table(known(sizes))}\n")
         if left := measurement.left:
             print(f"{', '.join(left)}: out of memory beside the others; call this once more")
     return 1 if left else 0
