@@ -41,10 +41,9 @@ UNITS = {
     "ratio": "padded over jagged",
 }
 SCORES = ("AUC", "HR@10", "NE", "nats", "weight")
-# Providers of which a table shows the fastest, or the one that takes least memory.
+# Providers of which a table shows the fastest.
 GROUPS: dict[str, Callable[[str], bool]] = {
     "best-peer": lambda provider: not provider.startswith(("ours", "floor")),
-    "dense-flash": lambda provider: provider in ("padded-flash", "full-flash"),
     "fbgemm": lambda provider: provider.startswith("fbgemm-"),
 }
 

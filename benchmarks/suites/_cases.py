@@ -7,7 +7,6 @@ CPU_CASES = {
     for case in (
         Case("cpu-half-full", 512, 200, 4, 64, lengths="uniform"),
         Case("cpu-skewed", 256, 1024, 4, 128, lengths="log-normal"),
-        Case("cpu-movielens", 256, 1000, 4, 64, lengths=0.1),  # as users' histories are there
     )
 }
 TRAINING_CASES = {name: case for name, case in CASES.items() if case.large} | CPU_CASES

@@ -110,37 +110,9 @@ def dense(x: Inputs, bias: Callable[[], Tensor] | None = None) -> Relaid:
 
 
 def dense_flash(x: Inputs) -> Relaid:
-    """Flash attention on padded operands, whichever kernel PyTorch takes.
-
-    It is told of the padding by a key column that each query reads, since no mask goes with the
-    fastest kernels. To lay it there is not timed; that products are wider by it, is.
-    """
-    hidden = ~visible_rows(x)[:, 0, 0]  # [B, L]
-    padding = Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
-    width = x.case.width
-    low = torch.finfo(x.case.dtype).min / 2 if x.case.dtype == torch.float32 else -30000.0
-
-    def lay(name: str, rows: Tensor) -> Tensor:
-        padded = padding.pad(F.pad(rows, (0, 8))).transpose(1, 2).contiguous()  # [B, H, L, D + 8]
-        if name == "q":
-            padded[..., width] = 1
-        elif name == "k":
-            padded[..., width] = hidden.unsqueeze(1) * low
-        return padded
-
-    leaves = {name: lay(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()}
-    return Relaid(
-        call=lambda: F.scaled_dot_product_attention(*leaves.values(), scale=width**-0.5),
-        leaves=leaves,
-        lay=lay,
-        restore=lambda name, values: padding.unpad(values.transpose(1, 2))[..., :width],
-    )
-
-
-def dense_flash_full(x: Inputs) -> Relaid:
     """Flash attention on a batch as large as the padded one, and full: nothing is hidden.
 
-    No dense flash attention takes less, since what hides the padding costs time.
+    No dense flash attention of the samples takes less, since what hides the padding costs time.
     """
     size, length = x.case.batch_size, x.max_length
     offsets = torch.arange(size + 1, device=x.offsets.device) * length
@@ -177,6 +149,5 @@ PEERS = {
     "flash-attention-3": functools.partial(varlen, flash_attention_3),
     "torch-varlen": functools.partial(varlen, torch_varlen),
     "fbgemm-sll": fbgemm_sll_multi_head,
-    "padded-flash": dense_flash,
     "padded": dense,
 }

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from suites import self_attention as base
-from suites._self_attention import PEERS, dense_flash_full, jagged_unfused, ours
+from suites._self_attention import PEERS, dense_flash, jagged_unfused, ours
 from tests.cases import Case
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -30,7 +30,7 @@ SUITE = replace(
         "ours": ours,
         "ours-unfused": jagged_unfused,
         **PEERS,
-        "full-flash": dense_flash_full,
+        "dense-flash": dense_flash,
     },
     modes=("forward", "both"),
 )

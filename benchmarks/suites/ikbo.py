@@ -27,7 +27,6 @@ from suites._attention import (
     Attend,
     expanded_flash_attention_3,
     flash_attention_3,
-    padded_sdpa,
     torch_varlen,
 )
 from suites._self_attention import Call, need_cuda, varlen
@@ -149,7 +148,6 @@ SUITE = Suite(
                 ("flash-attention-3", flash_attention_3),
                 ("torch-varlen", torch_varlen),
                 ("expanded-flash-attention-3", expanded),
-                ("padded-sdpa", padded_sdpa),
             )
         },
     },

@@ -7,12 +7,11 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from suites import Cost, Inputs, Relaid
+from suites import Cost, Inputs
 from suites import self_attention as base
-from suites._self_attention import Call, dense
+from suites._self_attention import Call
 from tests.cases import Case
 from tests.oracles import flash_attention_oracle
 from torchrec_jagged_attn import jagged_flash_attention
@@ -54,16 +53,6 @@ def ours(x: Inputs) -> Call:
     return lambda: jagged_flash_attention(q, k, v, x.offsets, causal=True, window=x.case.window)
 
 
-def padded(x: Inputs) -> Relaid:
-    """The textbook formula on padded operands."""
-    steps = torch.arange(x.max_length, device=x.offsets.device)
-    distance = steps.unsqueeze(1) - steps
-    hidden = (distance < 0) | (distance >= (x.case.window or x.max_length))
-    mask = torch.zeros(hidden.shape, device=hidden.device, dtype=x.case.dtype)
-    mask.masked_fill_(hidden, -torch.inf)
-    return dense(x, lambda: mask)
-
-
 def within_window(attention: Callable[..., Tensor], x: Inputs) -> Tensor:
     """``attention`` of 4 samples at a time."""
     attend = functools.partial(attention, causal=True, window=x.case.window)
@@ -84,5 +73,5 @@ SUITE = replace(
     cases=CASES,
     oracle=functools.partial(within_window, flash_attention_oracle),
     cost=cost,
-    providers={"ours": ours, "padded": padded},
+    providers={"ours": ours},
 )

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from suites import Cost, Inputs, Relaid, Suite
 from suites import target_attention_kernel as base
-from suites._attention import padded_sdpa
 from tests.cases import Case, jagged_lengths, offsets_of
 from tests.oracles import target_attention_oracle
 from torchrec_jagged_attn import jagged_target_attention
@@ -114,6 +113,5 @@ SUITE = Suite(
         "ours-codes": ours,
         "ours-decoded": lambda x: lambda: base.formula(over_rows(x), jagged_target_attention),
         "ours-rows": rows,
-        "padded-sdpa": lambda x: base.over_rows(padded_sdpa, x, x.decoded),
     },
 )

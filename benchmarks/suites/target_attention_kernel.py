@@ -54,10 +54,8 @@ def ours(x: Inputs, score: str = "softmax") -> Callable[[], Tensor]:
     return lambda: formula(x, attention)
 
 
-def over_rows(
-    make: Callable[[Inputs], Attend], x: Inputs, make_rows: Callable[[], Tensor] | None = None
-) -> Callable[[], Tensor]:
-    """A provider from the maker of a peer, over ``[N, D]`` that ``make_rows`` makes each time."""
+def over_rows(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
+    """A provider from the maker of a peer."""
     query, num_heads = x.leaves["query"], x.case.num_heads
     attend = make(
         replace(
@@ -68,8 +66,7 @@ def over_rows(
     )
 
     def call() -> Tensor:
-        history = x.leaves["history"] if make_rows is None else make_rows()
-        rows = history.unsqueeze(1)
+        rows = x.leaves["history"].unsqueeze(1)
         return attend(query.flatten(0, -2).unsqueeze(1), rows, rows).view_as(query)
 
     return call

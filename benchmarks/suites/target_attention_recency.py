@@ -60,7 +60,6 @@ SUITE = replace(
     oracle=functools.partial(formula, attention=flash_attention_oracle),
     providers={
         "ours+recency": base.ours,
-        "ours-materialized+recency": base.ours_materialized,
         **{
             f"linear+{name}": functools.partial(_over_keys, PEERS[name])
             for name in ("padded-sdpa", "torch-varlen")

@@ -6,14 +6,13 @@ row. A copy is what ``index_select`` makes, whose gradient is added up by atomic
 what reading by index costs where rows are unique.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from suites import Cost, Inputs, Relaid, Suite, _attention
+from suites import Cost, Inputs, Relaid, Suite
 from suites import target_attention_kernel as base
 from suites._cases import TRAINING_CASES
 from tests.cases import Case
@@ -81,11 +80,6 @@ def on_a_copy(x: Rows) -> Callable[[], Tensor]:
     return lambda: base.formula(gathered(x), jagged_target_attention)
 
 
-def padded_sdpa(x: Rows) -> Callable[[], Tensor]:
-    """Rows are copied, and then padded for PyTorch's attention."""
-    return base.over_rows(_attention.padded_sdpa, x, functools.partial(copy_of_rows, x))
-
-
 def copied_before(x: Rows) -> Relaid:
     """Rows are there."""
     own = x.copied(x.leaves["history"].detach()[x.indices].requires_grad_())
@@ -112,6 +106,5 @@ SUITE = Suite(
         "ours-by-index": ours,
         "ours-on-a-copy": on_a_copy,
         "ours-copied-before": copied_before,
-        "padded-sdpa": padded_sdpa,
     },
 )
