@@ -1,4 +1,4 @@
-"""Compare losses, NE and AUC of one attention as it is computed by ours and by peers.
+"""Compare NE and AUC of one attention as it is computed by ours and by peers.
 
     python benchmarks/end_to_end_quality.py --csv quality.csv
     python benchmarks/end_to_end_quality.py data/ml-1m --csv quality.csv
@@ -16,7 +16,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 if __name__ == "__main__":  # TorchRec and FBGEMM say much about themselves
@@ -36,10 +35,9 @@ from events import NUM_DENSE_FEATURES, Events, Examples, evaluation_batches, tra
 from movielens import read_movielens
 from options import HelpFormatter, number, writable_file
 from planted import planted_log
+from quality_models import rate
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc
 from torchrec.distributed import TrainPipelineSparseDist
-from torchrec.metrics.ne import compute_ne, get_ne_states
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -56,23 +54,6 @@ TABLE_LR, TABLE_LR_OF_LOGS = 0.05, 0.01
 POINTS = 10
 """Of an epoch, where figures are taken."""
 ATTENDED = ("item", "category")
-
-
-@dataclass
-class Point:
-    """Figures of a training.
-
-    Attributes:
-        epoch: how much of it is done; 1.5 is in the middle of the second one.
-        figures: by ``"train"``, of the batches since the last point, or ``"test"``; and by
-            ``"loss"``, ``"ne"`` or ``"auc"``.
-    """
-
-    epoch: float
-    figures: dict[tuple[str, str], float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{mode} {name} {x:.4f}" for (mode, name), x in self.figures.items())
 
 
 def read_events(data: str) -> Events:
@@ -116,31 +97,30 @@ def curve(
     epochs: int,
     device: torch.device,
     table_lr: float = TABLE_LR,
-) -> Iterator[Point]:
-    """Trains, and gives figures ``POINTS`` times in each epoch; on a GPU with autocast to bf16."""
+) -> Iterator[tuple[float, float, float]]:
+    """Trains, and tests ``POINTS`` times in each epoch: epochs done, AUC and NE of the test.
+
+    On a GPU with autocast to bf16.
+    """
     torch.manual_seed(0)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    of_rank = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     pipeline = make_pipeline(
-        provider, make_model(provider, events), BATCH // ranks, device, table_lr=table_lr
+        provider,
+        make_model(provider, events),
+        BATCH // of_rank["world_size"],
+        device,
+        table_lr=table_lr,
     )
+    testing = events.testing()
+    every = evaluation_batches(len(testing), BATCH, **of_rank)
     for epoch in range(epochs):
         examples = events.training(epoch)
-        batches = training_batches(
-            len(examples), BATCH, seed=0, epoch=epoch, rank=rank, world_size=ranks
-        )
+        batches = training_batches(len(examples), BATCH, seed=0, epoch=epoch, **of_rank)
         bounds = [len(batches) * i // POINTS for i in range(POINTS + 1)]
         for i, (first, last) in enumerate(itertools.pairwise(bounds), 1):
-            point = Point(epoch + i / POINTS)
-            parts = [("train", examples, batches[first:last])]
-            testing = events.testing()
-            every = evaluation_batches(len(testing), BATCH, rank=rank, world_size=ranks)
-            parts.append(("test", testing, every))
-            for mode, of, some in parts:
-                if some:
-                    logits, labels = run(pipeline, of, some, mode == "train", device)
-                    for name, value in rate(logits, labels).items():
-                        point.figures[mode, name] = value
-            yield point
+            if first < last:
+                run(pipeline, examples, batches[first:last], True, device)
+            yield epoch + i / POINTS, *rate(*run(pipeline, testing, every, False, device))
 
 
 def run(
@@ -169,21 +149,6 @@ def run(
     return all_logits[: len(examples)], all_labels[: len(examples)]
 
 
-def rate(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Cross-entropy in nats, NE, and AUC."""
-    states = get_ne_states(labels, logits.sigmoid(), torch.ones_like(labels), eta=1e-12)
-    ne = compute_ne(
-        states["cross_entropy_sum"],
-        states["weighted_num_samples"],
-        states["pos_labels"],
-        states["neg_labels"],
-        eta=1e-12,
-    )
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits.double(), labels.double())
-    auc = binary_auroc(logits.sigmoid(), labels.long())
-    return {"loss": loss.item(), "ne": ne.item(), "auc": auc.item()}
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("data", nargs="?", default=PLANTED, help="or a folder of MovieLens-1M")
@@ -208,16 +173,16 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             rows = []
             try:
-                for point in curve(PROVIDERS[name], events, args.epochs, device, table_lr):
-                    label = {**suite, **measured_with(), "case": f"{data}-{point.epoch:.1f}",
-                             "provider": name, "batch": BATCH // gpus, "width": WIDTH}  # fmt: skip
-                    for (mode, metric), value in point.figures.items():
-                        unit = "nats" if metric == "loss" else metric.upper()
-                        rows.append(
-                            {**label, "mode": mode, "metric": metric, "unit": unit, "median": value}
-                        )
+                points = curve(PROVIDERS[name], events, args.epochs, device, table_lr)
+                for epoch, auc, ne in points:
+                    label = {**suite, **measured_with(), "case": f"{data}-{epoch:.1f}",
+                             "provider": name, "mode": "test", "batch": BATCH // gpus,
+                             "width": WIDTH}  # fmt: skip
+                    for metric, value in (("ne", ne), ("auc", auc)):
+                        figure = {"metric": metric, "unit": metric.upper(), "median": value}
+                        rows.append(label | figure)
                     if dist.get_rank() == 0:
-                        print(f"{name}, epoch {point.epoch:.1f}: {point}", flush=True)
+                        print(f"{name}, epoch {epoch:.1f}: AUC {auc:.4f}, NE {ne:.4f}", flush=True)
             except (ImportError, RuntimeError) as error:  # what cannot run here
                 print(f"{name}: not trained, {in_a_line(error)}", flush=True)
                 continue

@@ -44,10 +44,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
-from torchmetrics.functional.classification import binary_auroc
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -59,6 +56,7 @@ import movielens
 import quality
 from events import LONGEST_DWELL, DataError
 from options import HelpFormatter, number, writable_file
+from quality_models import rate
 from selecting import ByRelevance, selection_of
 
 from torchrec_jagged_attn import TargetAttentionConfig, TargetAttentionEmbeddingBagCollection
@@ -275,9 +273,8 @@ def evaluate(model: Ranker, examples: Examples, size: int) -> tuple[float, float
     for features, of_batch in examples.batches(examples.test, size, shuffled=False):
         logits.append(model(features))
         labels.append(of_batch)
-    scores, truth = torch.cat(logits).double(), torch.cat(labels)
-    entropy = F.binary_cross_entropy_with_logits(scores, truth.double()).item()
-    return entropy / np.log(2), binary_auroc(scores, truth.long()).item()  # half are of each label
+    auc, ne = rate(torch.cat(logits), torch.cat(labels))
+    return ne, auc
 
 
 def examples_per_second(
@@ -348,22 +345,17 @@ def train(
     return ne, auc, training, examples_per_second(inferrer(model), batches, args.seconds)
 
 
-def print_comparison(lines: pd.DataFrame, console: Console) -> None:
-    """Means over seeds, ± their deviation of NE, and rates also in those of all events."""
-    means = lines.groupby(["way", "budget"], sort=False).mean(numeric_only=True)
-    spread = lines.groupby(["way", "budget"], sort=False)["ne"].std()
-    rates = [rate for rate in FIGURES[2:] if means[rate].notna().any()]
-    columns = [column for rate in rates for column in (f"{rate.partition(',')[0]}/s", "×")]
-    table = Table("way", "budget", "ne", "±", "auc", *columns, box=None)
-    all_events = means.loc[("all", 1.0)] if ("all", 1.0) in means.index else None
-    for name, line in means.iterrows():
-        error = "–" if np.isnan(spread[name]) else f"{spread[name]:.4f}"
-        cells = [str(name[0]), f"{name[1]:g}", f"{line['ne']:.4f}", error, f"{line['auc']:.4f}"]
-        for rate in rates:
-            times = "–" if all_events is None else f"{line[rate] / all_events[rate]:.2f}"
-            cells += [f"{line[rate]:,.0f}", times]
-        table.add_row(*cells)
-    console.print(table)
+def table_of(lines: pd.DataFrame) -> str:
+    """Means over seeds, the deviation of NE, and rates also in those of all events."""
+    by_run = lines.groupby(["way", "budget"], sort=False)
+    table = by_run[FIGURES].mean()
+    table.insert(1, "±", by_run["ne"].std())
+    for figure in FIGURES[2:]:
+        if ("all", 1.0) in table.index:
+            table[f"{figure.partition(',')[0]}, ×"] = (
+                table[figure] / table.loc[("all", 1.0), figure]
+            )
+    return table.dropna(axis=1, how="all").to_string(float_format="{:,.4g}".format, na_rep="–")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -392,7 +384,7 @@ def main(argv: list[str] | None = None) -> int:
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
-    print_comparison(lines, Console())
+    print(table_of(lines))
     return 0
 
 

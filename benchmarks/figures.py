@@ -40,7 +40,7 @@ UNITS = {
     "saved": "saved",
     "ratio": "padded over jagged",
 }
-SCORES = ("AUC", "HR@10", "NE", "nats", "weight")
+SCORES = ("AUC", "NE", "weight")
 # Providers of which a table shows the fastest.
 GROUPS: dict[str, Callable[[str], bool]] = {
     "best-peer": lambda provider: not provider.startswith(("ours", "floor")),

@@ -48,10 +48,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc
 from torchrec.datasets.utils import Batch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -63,7 +60,7 @@ from events import NUM_DENSE_FEATURES, DataError, Events, Examples, InteractionL
 from movielens import read_movielens
 from options import HelpFormatter, number, writable_file
 from planted import planted_log
-from quality_models import POOLINGS, Ranker, Run
+from quality_models import POOLINGS, Ranker, Run, rate
 from quality_results import TUNED, comparison
 from stamps import stamp
 
@@ -170,13 +167,6 @@ class Trainer:
         """Logits ``[B]``, without any dropout."""
         self.model.eval()
         return self.model(batch.dense_features, batch.sparse_features)
-
-
-def rate(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """AUC, and cross-entropy over that of the base rate."""
-    loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double())
-    base = torch.distributions.Bernoulli(labels.double().mean()).entropy()
-    return binary_auroc(logits, labels.long()).item(), (loss / base).item()
 
 
 def train(run: Run, device: str) -> dict[str, Any]:
@@ -298,25 +288,14 @@ def compare(args: argparse.Namespace, runs: Runs) -> pd.DataFrame:
     return comparison(pd.DataFrame([runs.done[run] for run in chosen]))
 
 
-def print_comparison(frame: pd.DataFrame, console: Console) -> None:
-    """A table for each data set."""
-    for data, part in frame.groupby("data", sort=False):
-        table = Table(title=Path(str(data)).name, box=None)
-        for head in ("pooling", "AUC", "less recency's"):
-            table.add_column(head, no_wrap=True)
-        table.add_column("settings")
-        for row in part.to_dict("records"):
-            table.add_row(
-                row["pooling"],
-                f"{row['auc']:.4f} ± {row['auc_se']:.4f}",
-                f"{row['ahead']:+.4f} ± {row['ahead_se']:.4f}",
-                ", ".join(
-                    f"{name}={row[name]:g}"
-                    for name in TUNED
-                    if row[name] > 0 and (name != "half_life" or row["pooling"] == "recency")
-                ),
-            )
-        console.print(table)
+def table_of(frame: pd.DataFrame) -> str:
+    """A line for each data set and pooling."""
+    scores = {}
+    for head, name, form in (("AUC", "auc", "{:.4f}"), ("less recency's", "ahead", "{:+.4f}")):
+        errors = frame[f"{name}_se"].map(" ± {:.4f}".format)
+        scores[head] = frame[name].map(form.format) + errors
+    labels = {"data": frame["data"].map(lambda data: Path(data).name), "pooling": frame["pooling"]}
+    return pd.DataFrame({**labels, **scores, **frame[TUNED]}).to_string(index=False)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -335,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
         for data in args.data:
             read(data)
         with Runs(args.csv, args.jobs, "cuda" if torch.cuda.is_available() else "cpu") as runs:
-            print_comparison(compare(args, runs), Console())
+            print(table_of(compare(args, runs)))
     except DataError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The ranking model of ``quality.py``, and its poolings of a history."""
+"""The ranking model of ``quality.py``, its poolings of a history, and scores of models."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics.functional.classification import binary_auroc
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_jagged_attn import JaggedTargetAttention
 
-__all__ = ["POOLINGS", "Ranker", "Run"]
+__all__ = ["POOLINGS", "Ranker", "Run", "rate"]
+
+
+def rate(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """AUC, and NE: cross-entropy over that of the base rate."""
+    labels = labels.double()
+    loss = F.binary_cross_entropy_with_logits(logits.double(), labels)
+    base = torch.distributions.Bernoulli(labels.mean()).entropy()
+    return binary_auroc(logits, labels.long()).item(), (loss / base).item()
 
 
 @dataclass(frozen=True)

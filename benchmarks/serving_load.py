@@ -45,8 +45,6 @@ import numpy as np
 import pandas as pd
 import torch
 from checkpoint import CheckpointError
-from rich.console import Console
-from rich.table import Table
 from scoring import RequestError, Requests, Server
 from serve_dlrm import load_scorer, prepare
 from stamps import stamp
@@ -193,9 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     described = describe(args)
-    printed = Table("form", title="p50 and p99 in milliseconds")
-    for column in ("rate/s", "counted", "p50", "p99", "served/s"):
-        printed.add_column(column, justify="right")
+    printed = []
     for form in args.forms:
         try:
             server, features = serve_form(form, args, device)
@@ -204,11 +200,7 @@ def main(argv: list[str] | None = None) -> int:
         traffic = Traffic(features)
         for rate in args.rates:
             figures = measure(server, traffic, rate, args.seconds)
-            printed.add_row(
-                form,
-                f"{rate:,}",
-                *(f"{x:,.0f}" if x >= 100 else f"{x:.2f}" for x, _ in figures.values()),
-            )
+            printed.append({"form": form, "rate/s": rate} | {k: x for k, (x, _) in figures.items()})
             rows = pd.DataFrame(
                 {
                     "suite": "serving_load",
@@ -226,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
                 args.csv.parent.mkdir(parents=True, exist_ok=True)
                 header = not args.csv.exists()
                 rows.to_csv(args.csv, mode="a", header=header, index=False, float_format="%.4g")
-    Console().print(printed)
+    print(pd.DataFrame(printed).to_string(index=False, float_format="{:,.4g}".format))
     return 0
 
 

