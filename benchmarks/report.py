@@ -30,8 +30,8 @@ import plots
 from figures import RESULTS, Figures, files_of, parsed, shown
 from specs import TABLES, Table
 
-from torchrec_jagged_attn.arguments import MultiHeadArguments
-from torchrec_jagged_attn.ops import multi_head_target_attention
+from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
+from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (

@@ -17,10 +17,10 @@ from tests.cases import Case
 from tests.kernels import quick_interpreter
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.processes import fork_server, start_method
-from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
-from torchrec_jagged_attn.kernels.common import tile_list
-from torchrec_jagged_attn.kernels.target import attention, projections
+from torchrec_jagged_attn.flash_attention import extension
+from torchrec_jagged_attn.runtime.kernels import tile_list
+from torchrec_jagged_attn.target_attention.kernels import attention, projections
 
 if knobs.runtime.interpret:
     quick_interpreter.install()

@@ -43,8 +43,7 @@ def test_the_house_has_every_file():
     page = (ROOT / "docs" / "architecture.md").read_text()
     house = set(re.findall(r"[a-z]\w*\*?", page.partition("```text")[2].partition("```")[0]))
     files = (ROOT / "torchrec_jagged_attn").rglob("*.py")
-    # Those of `testing` are described, not named.
-    stems = {path.stem for path in files if path.stem[0] != "_" and path.parent.name != "testing"}
+    stems = {path.stem for path in files if path.stem[0] != "_"}
     families = tuple(name[:-1] for name in house if name.endswith("*"))
     assert {stem for stem in stems if stem not in house and not stem.startswith(families)} == set()
 

@@ -7,16 +7,21 @@ import pytest
 
 PACKAGE = "torchrec_jagged_attn"
 ROOT = Path(__file__).parents[1] / PACKAGE
-FAMILIES = {"target", "flash", "interaction", "selection", "semantic_ids"}
-BELOW = {  # what the files of a folder may import, beside their own folder and what has none
-    "modules": {"ops", "semantic_ids"},
-    "ops": {"cpu", "kernels", "replay"},
-    "replay": {"kernels"},
-    "cpu": set(),
+OPERATIONS = {"target_attention", "flash_attention", "interaction", "selection"}
+BELOW = {  # the folders that a folder imports, beside itself and what has no folder
+    "collection": {*OPERATIONS, "attention", "modules", "runtime", "semantic_ids"},
+    "modules": {*OPERATIONS, "attention", "codes", "runtime", "semantic_ids"},
+    "target_attention": {"attention", "codes", "flash_attention", "interaction", "runtime"},
+    "flash_attention": {"attention", "codes", "runtime"},
+    "attention": {"codes", "runtime"},
+    "interaction": {"runtime"},
+    "selection": {"runtime"},
+    "codes": {"runtime"},
+    "runtime": set(),
     "data": set(),
-    "semantic_ids": {"ops"},
-    "events": {"ops", "modules"},
-    "kernels": set(),
+    "semantic_ids": {"codes", "runtime", "target_attention"},
+    "events": {"collection", "modules", "runtime", "selection"},
+    "": {*OPERATIONS, "attention", "codes"},  # what has no folder
 }
 
 
@@ -59,13 +64,12 @@ def test_what_is_installed_imports_nothing_that_is_not():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down(path):
-    folder, *family = path.relative_to(ROOT).parts[:-1] or ("",)
+    folder, *inner = path.relative_to(ROOT).parts[:-1] or ("",)
     for module, name in imports(path):
         assert not name.startswith("_"), f"{module}.{name}"
         top, *rest = module.split(".")
         if not (ROOT / top).is_dir():
             continue
         assert top == folder or top in BELOW.get(folder, set()), module
-        if folder == "kernels":
-            allowed = {"common"} | ({*family} & FAMILIES)
-            assert rest[0] in allowed, module
+        if inner == ["kernels"]:  # of what runs on a GPU, kernels import kernels alone
+            assert not {"api", "cpu"} & {*rest}, module

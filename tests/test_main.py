@@ -9,8 +9,8 @@ import triton
 import torchrec_jagged_attn
 from tests.processes import run_code, run_package
 from torchrec_jagged_attn import __main__, devices, ops
-from torchrec_jagged_attn.cpu import extension
-from torchrec_jagged_attn.replay.calls import replay_extension
+from torchrec_jagged_attn.flash_attention import extension
+from torchrec_jagged_attn.runtime.calls import replay_extension
 
 TORCHREC = ("torchrec", "fbgemm_gpu")  # which take most of the time that the package takes
 

@@ -7,8 +7,8 @@ import torch
 from torchrec import JaggedTensor
 
 from tests.modules.target_attention_inputs import make_module
-from torchrec_jagged_attn import paths
-from torchrec_jagged_attn.paths import Choice, Condition, Path, choose, log_choice, table
+from torchrec_jagged_attn.runtime import paths
+from torchrec_jagged_attn.runtime.paths import Choice, Condition, Path, choose, log_choice, table
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PATHS = (

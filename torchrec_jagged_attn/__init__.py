@@ -15,20 +15,22 @@ from torchrec_jagged_attn.ops import (
 )
 
 if TYPE_CHECKING:
-    from torchrec_jagged_attn.modules import (
+    from torchrec_jagged_attn.collection import (
         EncoderConfig,
         HistoryEmbeddingCollectionSharder,
         HistoryEmbeddingShardingPlanner,
-        HistoryEncoderLayer,
-        JaggedFeatureInteraction,
-        JaggedSelfAttention,
-        JaggedTargetAttention,
         TargetAttentionConfig,
         TargetAttentionEmbeddingBagCollection,
         embedding_bag_keys,
         embedding_parameters,
         rename_keys,
         repeat_per_candidate,
+    )
+    from torchrec_jagged_attn.modules import (
+        HistoryEncoderLayer,
+        JaggedFeatureInteraction,
+        JaggedSelfAttention,
+        JaggedTargetAttention,
     )
 
 __version__ = "0.1.0"
@@ -60,7 +62,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from torchrec_jagged_attn import modules
+        from torchrec_jagged_attn import collection, modules
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{name} needs TorchRec: pip install 'torchrec_jagged_attn[torchrec]' ({error})"
@@ -73,4 +75,4 @@ def __getattr__(name: str) -> object:
             "With a CUDA torch: pip install 'torchrec_jagged_attn[torchrec]' "
             f"({error.__cause__ or error})"
         ) from error
-    return getattr(modules, name)
+    return getattr(collection if hasattr(collection, name) else modules, name)

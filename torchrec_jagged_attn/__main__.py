@@ -15,15 +15,15 @@ from triton import knobs
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
-from torchrec_jagged_attn.cpu import extension
 from torchrec_jagged_attn.devices import implementation
-from torchrec_jagged_attn.extension import summary
-from torchrec_jagged_attn.kernels.flash import plan as flash_plan
-from torchrec_jagged_attn.kernels.interaction import plan as interaction_plan
-from torchrec_jagged_attn.kernels.target import plan as target_plan
-from torchrec_jagged_attn.ops import multi_head_target_attention
-from torchrec_jagged_attn.paths import table
-from torchrec_jagged_attn.replay.calls import DEVICES, ENABLED, replay_extension
+from torchrec_jagged_attn.flash_attention import extension
+from torchrec_jagged_attn.flash_attention import plan as flash_plan
+from torchrec_jagged_attn.interaction import plan as interaction_plan
+from torchrec_jagged_attn.runtime.calls import DEVICES, ENABLED, replay_extension
+from torchrec_jagged_attn.runtime.extension import summary
+from torchrec_jagged_attn.runtime.paths import table
+from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
+from torchrec_jagged_attn.target_attention import plan as target_plan
 
 MODULE_PATHS = {"JaggedTargetAttention": multi_head_target_attention.PATHS}
 

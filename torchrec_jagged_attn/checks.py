@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from torchrec_jagged_attn.arguments import SCORES, Biases
+from torchrec_jagged_attn.attention.arguments import SCORES, Biases
 from torchrec_jagged_attn.codes import MAX_LEVELS, bytes_of_codes, codes_per_byte
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 

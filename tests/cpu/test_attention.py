@@ -16,7 +16,7 @@ from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
 from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
-from torchrec_jagged_attn.cpu import extension
+from torchrec_jagged_attn.flash_attention import extension
 
 pytestmark = pytest.mark.reference
 

@@ -17,6 +17,7 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     jagged_target_attention,
 )
+from torchrec_jagged_attn.collection.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.events import (
     EventBoosting,
     EventSelection,
@@ -25,7 +26,6 @@ from torchrec_jagged_attn.events import (
     segment_sessions,
     select_events,
 )
-from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
 
 LENGTHS = [4, 0, 7, 1]
 HISTORY = ["item", "surface", "dwell"]

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.runtime.launch import Launcher
 
 __all__ = ["gluon_in_numpy", "ops_take_the_cpu_for"]
 
@@ -583,7 +583,8 @@ def ops_take_the_cpu_for(**facts: int) -> Iterator[None]:
 
 def _forget_plans() -> None:
     for name, module in list(sys.modules.items()):
-        if name.startswith("torchrec_jagged_attn.kernels"):
+        parts = name.split(".")
+        if parts[0] == "torchrec_jagged_attn" and {"kernels", "launch", "plan"} & {*parts}:
             for value in vars(module).values():
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()

@@ -12,13 +12,11 @@ import torch
 
 from tests.cases import offsets_of
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
-from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
-from torchrec_jagged_attn.kernels.target import head_products
-from torchrec_jagged_attn.kernels.target.projections import (
-    parameter_gradients,
-)
-from torchrec_jagged_attn.kernels.target.records import Listing, SlotList
 from torchrec_jagged_attn.ops import jagged_jagged_bmm_jagged_out
+from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients, ProjectionRows
+from torchrec_jagged_attn.target_attention.kernels import head_products
+from torchrec_jagged_attn.target_attention.kernels.projections import parameter_gradients
+from torchrec_jagged_attn.target_attention.kernels.records import Listing, SlotList
 
 LENGTHS = torch.tensor([700, 0, 3, 33, 64, 1, 257, 20, 129])
 DTYPES = (torch.bfloat16, torch.float32)

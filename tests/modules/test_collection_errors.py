@@ -41,7 +41,7 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
-from torchrec_jagged_attn.modules.history_truncation import HistoryTruncation
+from torchrec_jagged_attn.collection.history_truncation import HistoryTruncation
 
 REFUSED = {
     "no-tables": ([], [PAIR], "tables must hold at least one"),
@@ -384,7 +384,7 @@ def test_ids_that_belong_to_no_sample_are_refused():
 
 def test_counts_are_checked_where_lengths_are_not_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "torchrec_jagged_attn.modules.batch_checks.should_validate", lambda _: False
+        "torchrec_jagged_attn.collection.batch_checks.should_validate", lambda _: False
     )
     collection = make_collection(PAIRS)
     for change, message in (

@@ -44,8 +44,8 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
-from torchrec_jagged_attn.cpu import extension
-from torchrec_jagged_attn.modules import pooling
+from torchrec_jagged_attn.collection import pooling
+from torchrec_jagged_attn.flash_attention import extension
 
 SCENARIOS |= {
     f"{name}-single-lookup": dataclasses.replace(SCENARIOS[name], single_lookup=True)

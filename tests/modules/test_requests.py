@@ -34,7 +34,7 @@ from torchrec_jagged_attn import (
     rename_keys,
     repeat_per_candidate,
 )
-from torchrec_jagged_attn.modules.config import keys_of_candidates
+from torchrec_jagged_attn.collection.config import keys_of_candidates
 
 # Those beside the targets, of some scenarios; of a table of a target, of bags, and of several.
 CANDIDATE_FEATURES = {
@@ -347,7 +347,7 @@ def test_features_of_candidates_that_differ_in_length_are_refused(monkeypatch: p
             collection(to_features(batch))
     # Counts are checked where lengths are not read, too.
     monkeypatch.setattr(
-        "torchrec_jagged_attn.modules.batch_checks.should_validate", lambda _: False
+        "torchrec_jagged_attn.collection.batch_checks.should_validate", lambda _: False
     )
     batch = good | {"brand": [*good["brand"][:2], good["brand"][2][:1]]}
     with pytest.raises(ValueError, match=r"'brand' must be as long as 'item' .* got 3 and 5 rows"):

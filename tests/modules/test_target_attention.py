@@ -30,8 +30,9 @@ from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
 from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
+from torchrec_jagged_attn.flash_attention import api as flash_attention
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
-from torchrec_jagged_attn.ops import flash_attention, target_attention
+from torchrec_jagged_attn.target_attention import api as target_attention
 
 SMALL_CASES = [name for name, case in CASES.items() if not case.large]
 

@@ -26,9 +26,9 @@ from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.arguments import MultiHeadArguments
-from torchrec_jagged_attn.ops import flash_attention
-from torchrec_jagged_attn.ops.multi_head_target_attention import is_materialized
+from torchrec_jagged_attn.flash_attention import api as flash_attention
+from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments
+from torchrec_jagged_attn.target_attention.multi_head import is_materialized
 
 
 class OfTensors(nn.Module):

@@ -28,8 +28,8 @@ from torchrec_jagged_attn import (
     jagged_flash_attention,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.cpu.dropout import are_among, dropped_rows, weight_factors
-from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.attention.cpu_dropout import are_among, dropped_rows, weight_factors
+from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 
 P = 0.4
 

@@ -11,9 +11,9 @@ from tests.fixtures import skip_unless_supported
 from tests.ops.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.oracles import ScoreBiases, recency_bias_oracle
 from tests.tolerance import assert_matches_oracle
-from torchrec_jagged_attn.cpu.dropout import dropped_rows, weight_factors
-from torchrec_jagged_attn.ops.target_attention import call_target_attention
-from torchrec_jagged_attn.ops.target_attention import target_attention_with_lse as attend_with_lse
+from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
+from torchrec_jagged_attn.target_attention.api import call_target_attention
+from torchrec_jagged_attn.target_attention.api import target_attention_with_lse as attend_with_lse
 
 CPU = torch.device("cpu")
 SCALE = 0.25

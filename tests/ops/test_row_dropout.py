@@ -31,8 +31,8 @@ from torchrec_jagged_attn import (
     jagged_flash_attention,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.cpu.dropout import dropped_rows
-from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows
+from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 
 
 def splitmix64(seed: int, counter: int) -> int:

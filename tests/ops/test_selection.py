@@ -12,8 +12,8 @@ from tests.cases import jagged_lengths, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, sync_debug_mode
 from torchrec_jagged_attn.devices import supported_dtypes
-from torchrec_jagged_attn.ops import selection
-from torchrec_jagged_attn.ops.selection import select_rows, take_rows
+from torchrec_jagged_attn.selection import api as selection
+from torchrec_jagged_attn.selection.api import select_rows, take_rows
 
 CPU = torch.device("cpu")
 LENGTHS = {

@@ -17,8 +17,8 @@ from tests.oracles import target_attention_oracle
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.arguments import TargetArguments
 from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.target_attention.arguments import TargetArguments
 
 CPU = torch.device("cpu")
 

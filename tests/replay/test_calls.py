@@ -26,20 +26,20 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
     layout,
 )
-from torchrec_jagged_attn.kernels.common.launch import Launcher
+from torchrec_jagged_attn.interaction import gradients as interaction_gradients
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
-    interaction_gradients,
     jagged2_softmax,
     jagged_dense_add,
     jagged_dense_mul,
     jagged_jagged_bmm_jagged_out,
     select_rows,
     take_rows,
-    target_attention,
 )
-from torchrec_jagged_attn.replay import calls
+from torchrec_jagged_attn.runtime import calls
+from torchrec_jagged_attn.runtime.launch import Launcher
+from torchrec_jagged_attn.target_attention import api as target_attention
 
 LENGTHS = [3, 0, 5], [1, 9, 2, 30], [0, 0], [4]
 

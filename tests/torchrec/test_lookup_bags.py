@@ -7,7 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import batches, make_sharded_model, run_ranks
-from torchrec_jagged_attn.modules import lookup_bags
+from torchrec_jagged_attn.collection import lookup_bags
 
 LENGTHS = {
     "one key": [[5, 0, 3, 1]],

@@ -39,7 +39,7 @@ from tests.torchrec.two_ranks import (
     shard,
 )
 from torchrec_jagged_attn import EncoderConfig, JaggedTargetAttention
-from torchrec_jagged_attn.modules.lookup_rows import take_rows
+from torchrec_jagged_attn.collection.lookup_rows import take_rows
 
 KEYS = ["item", "hist", "tags"]
 NO_COPY = {"hist"}

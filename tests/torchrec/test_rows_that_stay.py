@@ -37,8 +37,8 @@ from tests.torchrec.two_ranks import (
     train_unsharded,
 )
 from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
-from torchrec_jagged_attn.modules import pooling
-from torchrec_jagged_attn.modules.history_sharding import ShardedHistoryEmbeddingCollection
+from torchrec_jagged_attn.collection import pooling
+from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
 from torchrec_jagged_attn.modules.owned_rows import _Transfer
 
 CPU = torch.device("cpu")

@@ -18,10 +18,10 @@ from torchrec_jagged_attn.checks import (
     check_same,
     check_shape,
 )
+from torchrec_jagged_attn.collection.batch_checks import has_no_sample, one_sample_without_ids
+from torchrec_jagged_attn.collection.config import check_list
 from torchrec_jagged_attn.events.layout import Events
 from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, check_order
-from torchrec_jagged_attn.modules.batch_checks import has_no_sample, one_sample_without_ids
-from torchrec_jagged_attn.modules.config import check_list
 
 __all__ = ["EventBasedFeature", "TimeEncoding"]
 

@@ -16,7 +16,7 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.events.selection import check_events, check_keys, check_limits
 from torchrec_jagged_attn.layout import check_offsets_values, check_order
-from torchrec_jagged_attn.ops.selection import select_rows, take_rows
+from torchrec_jagged_attn.selection.api import select_rows, take_rows
 
 __all__ = ["Events"]
 

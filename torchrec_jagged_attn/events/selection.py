@@ -9,13 +9,8 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_jagged_attn.checks import check_int
-from torchrec_jagged_attn.modules.batch_checks import check_equal_keys, check_equal_lengths
-from torchrec_jagged_attn.ops.selection import (
-    SelectedRows,
-    check_threshold,
-    select_rows,
-    take_rows,
-)
+from torchrec_jagged_attn.collection.batch_checks import check_equal_keys, check_equal_lengths
+from torchrec_jagged_attn.selection.api import SelectedRows, check_threshold, select_rows, take_rows
 
 __all__ = ["EventSelection", "select_events"]
 

@@ -30,7 +30,7 @@ from torchrec_jagged_attn.ops import (
     jagged_softmax,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.ops.autocast import cast_as_products
+from torchrec_jagged_attn.runtime.autocast import cast_as_products
 
 __all__ = ["JaggedFeatureInteraction"]
 

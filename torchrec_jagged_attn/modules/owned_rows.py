@@ -22,14 +22,14 @@ from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.arguments import TargetArguments
+from torchrec_jagged_attn.attention.dropout import draw_dropout
 from torchrec_jagged_attn.modules.target_attention_arguments import Learned, Options
-from torchrec_jagged_attn.ops.autocast import autocast_off
-from torchrec_jagged_attn.ops.dropout import draw_dropout
-from torchrec_jagged_attn.ops.target_attention import (
+from torchrec_jagged_attn.runtime.autocast import autocast_off
+from torchrec_jagged_attn.target_attention.api import (
     call_target_attention,
     target_attention_with_lse,
 )
+from torchrec_jagged_attn.target_attention.arguments import TargetArguments
 
 __all__ = ["OwnedRows", "RemoteHistory", "attend_at_owners", "start_exchange"]
 

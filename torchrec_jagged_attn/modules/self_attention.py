@@ -10,6 +10,7 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.checks import (
     check_bool,
     check_device,
@@ -24,10 +25,9 @@ from torchrec_jagged_attn.checks import (
     check_width,
     check_window,
 )
+from torchrec_jagged_attn.flash_attention.api import flash_attention, jagged_flash_attention
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
-from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
-from torchrec_jagged_attn.ops.flash_attention import flash_attention, jagged_flash_attention
 
 __all__ = ["HistoryEncoderLayer", "JaggedSelfAttention"]
 

@@ -10,7 +10,8 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.arguments import Biases, MultiHeadArguments
+from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.checks import (
     check_bool,
     check_device,
@@ -21,6 +22,7 @@ from torchrec_jagged_attn.checks import (
     check_score,
     check_width,
 )
+from torchrec_jagged_attn.codes.api import unpack_codes
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, attend_at_owners
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
@@ -32,17 +34,16 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     check_target_heads,
     packed_codes_of,
 )
-from torchrec_jagged_attn.ops.attention_weights import attention_weights
-from torchrec_jagged_attn.ops.autocast import autocast_dtype, autocast_off
-from torchrec_jagged_attn.ops.codes import unpack_codes
-from torchrec_jagged_attn.ops.dropout import draw_dropout, drops_of
-from torchrec_jagged_attn.ops.multi_head_target_attention import (
+from torchrec_jagged_attn.runtime.autocast import autocast_dtype, autocast_off
+from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
+from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
+from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments
+from torchrec_jagged_attn.target_attention.multi_head import (
     call_multi_head_target_attention,
     is_materialized,
     multi_head_target_attention,
 )
-from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
-from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
+from torchrec_jagged_attn.target_attention.weights import attention_weights
 
 __all__ = ["JaggedTargetAttention"]
 

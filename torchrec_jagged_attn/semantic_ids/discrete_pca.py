@@ -20,8 +20,8 @@ from torchrec_jagged_attn.checks import (
     has_values,
     should_validate,
 )
-from torchrec_jagged_attn.ops.autocast import autocast_off
 from torchrec_jagged_attn.ranks import Ranks
+from torchrec_jagged_attn.runtime.autocast import autocast_off
 from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
 __all__ = ["DiscretePCA"]

@@ -17,7 +17,7 @@ from torchrec_jagged_attn.checks import (
     should_validate,
 )
 from torchrec_jagged_attn.codes import bytes_of_codes, codes_per_byte
-from torchrec_jagged_attn.ops.codes import pack_codes, unpack_codes
+from torchrec_jagged_attn.codes.api import pack_codes, unpack_codes
 
 __all__ = ["PackedCodes"]
 

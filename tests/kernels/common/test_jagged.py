@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tests.cases import offsets_of
-from torchrec_jagged_attn.kernels.common.jagged import find_tile
+from torchrec_jagged_attn.runtime.kernels.jagged import find_tile
 
 
 @triton.jit(do_not_specialize=["num_samples"])  # as the kernels that find tiles

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.cases import offsets_of
-from torchrec_jagged_attn.kernels.common import tile_list
-from torchrec_jagged_attn.kernels.common.tile_list import list_tiles, most_tiles
+from torchrec_jagged_attn.runtime.kernels import tile_list
+from torchrec_jagged_attn.runtime.kernels.tile_list import list_tiles, most_tiles
 
 
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])

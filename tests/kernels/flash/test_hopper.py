@@ -15,8 +15,8 @@ from tests.ops.test_flash_attention import (
 from tests.oracles import flash_attention_oracle
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_flash_attention
-from torchrec_jagged_attn.arguments import FlashArguments
-from torchrec_jagged_attn.kernels.flash import attention as flash_attention
+from torchrec_jagged_attn.flash_attention.arguments import FlashArguments
+from torchrec_jagged_attn.flash_attention.kernels import attention as flash_attention
 
 SHORT_FIRST = ["hopper_short"] * 2  # of two sizes of samples
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.kernels.flash.plan import PATHS, Call, plan_of
-from torchrec_jagged_attn.paths import table
+from torchrec_jagged_attn.flash_attention.plan import PATHS, Call, plan_of
+from torchrec_jagged_attn.runtime.paths import table
 
 CUDA = torch.device("cuda")
 A100, H100 = 166_912, 232_448  # bytes of shared memory

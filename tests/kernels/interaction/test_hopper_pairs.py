@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from tests.ops.test_interaction import inputs_of, pair_bmm_oracle
-from torchrec_jagged_attn import devices, ops, paths
-from torchrec_jagged_attn.kernels.interaction import hopper_pairs, plan
-from torchrec_jagged_attn.kernels.interaction.products import pair_offsets
-from torchrec_jagged_attn.replay import calls
+from torchrec_jagged_attn import devices, ops
+from torchrec_jagged_attn.interaction import plan
+from torchrec_jagged_attn.interaction.kernels import hopper_pairs
+from torchrec_jagged_attn.interaction.kernels.products import pair_offsets
+from torchrec_jagged_attn.runtime import calls, paths
 
 SIZES = [
     (0, 5),

@@ -5,8 +5,8 @@ import torch
 
 from tests.cases import offsets_of
 from tests.ops.test_selection import draw_scores, expected_rows
-from torchrec_jagged_attn.arguments import ScoredRows
-from torchrec_jagged_attn.kernels.selection import rows as kernels
+from torchrec_jagged_attn.selection.arguments import ScoredRows
+from torchrec_jagged_attn.selection.kernels import rows as kernels
 
 
 def select(rows, num_segments, limit, capacity):

@@ -7,11 +7,11 @@ from tests.cases import Case, offsets_of
 from tests.fixtures import skip_unless_supported
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
-from torchrec_jagged_attn.cpu import head_products as plain_head_products
 from torchrec_jagged_attn.devices import has_kernels
-from torchrec_jagged_attn.kernels.target import head_products as kernel_products
-from torchrec_jagged_attn.kernels.target import schedule
-from torchrec_jagged_attn.kernels.target.records import Listing, SlotList
+from torchrec_jagged_attn.target_attention import cpu_projections as plain_head_products
+from torchrec_jagged_attn.target_attention.kernels import head_products as kernel_products
+from torchrec_jagged_attn.target_attention.kernels import schedule
+from torchrec_jagged_attn.target_attention.kernels.records import Listing, SlotList
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 TILE = 32  # rows of one

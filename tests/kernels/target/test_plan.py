@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.kernels.target.plan import DENSE, JAGGED, PATHS, SHARED, Call, Plan
-from torchrec_jagged_attn.paths import choose, table
+from torchrec_jagged_attn.runtime.paths import choose, table
+from torchrec_jagged_attn.target_attention.plan import DENSE, JAGGED, PATHS, SHARED, Call, Plan
 
 A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory of a program
 DEVICE = torch.device("cuda")

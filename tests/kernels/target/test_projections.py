@@ -8,11 +8,11 @@ from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
-from torchrec_jagged_attn.arguments import ProjectionGradients, ProjectionRows
-from torchrec_jagged_attn.cpu import head_products
 from torchrec_jagged_attn.devices import has_kernels
-from torchrec_jagged_attn.kernels.target import projections
-from torchrec_jagged_attn.kernels.target.projections import ROWS, parameter_gradients
+from torchrec_jagged_attn.target_attention import cpu_projections as head_products
+from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients, ProjectionRows
+from torchrec_jagged_attn.target_attention.kernels import projections
+from torchrec_jagged_attn.target_attention.kernels.projections import ROWS, parameter_gradients
 
 # Those of a tile and of a split, and one more or less; and some that many splits are needed for.
 NUM_ROWS = [0, 1, 31, 33, 65, ROWS, ROWS + 1, 2 * ROWS + 1, 4096]

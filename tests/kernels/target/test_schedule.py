@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.cases import offsets_of
-from torchrec_jagged_attn.kernels.target.records import SlotList
-from torchrec_jagged_attn.kernels.target.schedule import list_slots_kernel
+from torchrec_jagged_attn.target_attention.kernels.records import SlotList
+from torchrec_jagged_attn.target_attention.kernels.schedule import list_slots_kernel
 
 CHUNK = 16
 BLOCK_B = 4  # fewer than there are samples, so that several programs list them

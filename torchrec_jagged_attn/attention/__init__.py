@@ -1,0 +1,1 @@
+"""What target and flash attention share: biases, dropout, scores, and the CPU."""

@@ -1,0 +1,53 @@
+"""Records of what both kinds of attention take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["SCORES", "Biases"]
+
+
+SCORES = ("softmax", "silu", "sigmoid")
+"""What makes weights of the scores ``s`` of a query row: their softmax; or, of each by itself,
+``s · σ(s)`` or ``σ(s)``, where σ is the logistic function.
+"""
+
+
+class Biases(NamedTuple):
+    """What is added to the scores of ``H`` heads, and what is dropped. ``N`` are the rows of keys.
+
+    Attributes:
+        bias: ``[N, H]``; or ``[N]`` prior weights, whose logarithm is the bias of all heads.
+        position_bias: ``[P, H]``, by the bucket of a row's position from the end of its sample.
+        age_bias: ``[A, H]``, by the bucket of a row's age.
+        timestamps: ``[N]``, of which the ages are taken.
+        request_time: ``[B]``, the time of each sample that its ages are counted from; ``None`` for
+            that of its newest row.
+        row_dropout: ``[2]`` int64, see ``attention/dropout.py``: rows that it drops have a bias of
+            ``-inf``.
+        dropout: ``[2]`` int64, see there: weights that it drops are zero, and the others larger.
+        places: ``[N]`` int32 or int64, where the rows are some of a larger batch: the number that
+            each has there, by which it draws and its position is counted. ``None`` of a batch that
+            is whole. Ages are then counted from ``request_time``.
+        ends: ``[B]``, in the same dtype, with ``places`` alone: the number after the last row that
+            each sample has there.
+        relative_bias: ``[R, H]``, by the bucket of the distance of a query and a key.
+    """
+
+    bias: Tensor | None = None
+    position_bias: Tensor | None = None
+    age_bias: Tensor | None = None
+    timestamps: Tensor | None = None
+    request_time: Tensor | None = None
+    row_dropout: Tensor | None = None
+    dropout: Tensor | None = None
+    places: Tensor | None = None
+    ends: Tensor | None = None
+    relative_bias: Tensor | None = None
+
+    @property
+    def are_prior_weights(self) -> bool:
+        """Whether ``bias`` is ``[N]`` prior weights."""
+        return self.bias is not None and self.bias.dim() == 1

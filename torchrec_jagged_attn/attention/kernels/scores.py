@@ -1,0 +1,38 @@
+"""Weights that are a function of a row's own score: SiLU and the logistic sigmoid.
+
+    sigmoid:  p = σ(s)        silu:  p = s · σ(s)         σ(s) = 1 / (1 + e⁻ˢ)
+
+Rows of no score, ``-inf``, have a weight and a slope of zero.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.runtime.kernels.softmax import LN2, LOG2E, LOG2E_LOW
+
+__all__ = ["weights_and_slopes"]
+
+LEAST = tl.constexpr(-200.0)  # a score whose σ is zero in fp32
+
+
+@triton.jit
+def weights_and_slopes(scores, SCORE: tl.constexpr, EXACT: tl.constexpr):
+    """Weights of ``scores``, and their derivatives; to the last bits of fp32 if EXACT."""
+    scores = tl.where(scores < LEAST, LEAST, scores)  # NaN stays
+    below = tl.where(scores < 0, scores, -scores)
+    power = tl.exp2(below * LOG2E)
+    if EXACT:
+        y = below * LOG2E
+        low = tl.fma(below, LOG2E, -y) + below * LOG2E_LOW
+        power += power * (low * LN2)
+        larger = tl.div_rn(1.0, 1.0 + power)
+    else:
+        larger = 1.0 / (1.0 + power)
+    smaller = power * larger
+    of_score = tl.where(scores < 0, smaller, larger)
+    of_opposite = tl.where(scores < 0, larger, smaller)
+    if SCORE == "silu":
+        return scores * of_score, of_score * (1.0 + scores * of_opposite)
+    return of_score, of_score * of_opposite

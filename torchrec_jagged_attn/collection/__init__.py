@@ -1,0 +1,23 @@
+"""Tables with attention, in place of an EmbeddingBagCollection: in one process and sharded."""
+
+from torchrec_jagged_attn.collection.checkpoint_keys import embedding_bag_keys, rename_keys
+from torchrec_jagged_attn.collection.config import EncoderConfig, TargetAttentionConfig
+from torchrec_jagged_attn.collection.embedding_bag_collection import (
+    TargetAttentionEmbeddingBagCollection,
+)
+from torchrec_jagged_attn.collection.history_planner import HistoryEmbeddingShardingPlanner
+from torchrec_jagged_attn.collection.history_sharding import HistoryEmbeddingCollectionSharder
+from torchrec_jagged_attn.collection.requests import repeat_per_candidate
+from torchrec_jagged_attn.collection.sharding import embedding_parameters
+
+__all__ = [
+    "EncoderConfig",
+    "HistoryEmbeddingCollectionSharder",
+    "HistoryEmbeddingShardingPlanner",
+    "TargetAttentionConfig",
+    "TargetAttentionEmbeddingBagCollection",
+    "embedding_bag_keys",
+    "embedding_parameters",
+    "rename_keys",
+    "repeat_per_candidate",
+]

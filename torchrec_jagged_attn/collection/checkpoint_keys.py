@@ -1,0 +1,142 @@
+"""Names of tables in checkpoints, of models with attention and of those that pool histories."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
+
+from torchrec_jagged_attn.checks import check_module
+from torchrec_jagged_attn.collection.embedding_bag_collection import (
+    TargetAttentionEmbeddingBagCollection,
+)
+
+__all__ = ["embedding_bag_keys", "rename_keys"]
+
+
+def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
+    """What state dicts call the tables of ``model``, and what they call them in the same model with
+    EmbeddingBagCollections instead of its TargetAttentionEmbeddingBagCollections.
+
+    Args:
+        model: sharded or not, and wrapped or not: in DistributedModelParallel,
+            DistributedDataParallel, FullyShardedDataParallel, ``torch.compile`` or
+            ``checkpoint_wrapper``. Names are those of ``model.state_dict()``.
+
+    Returns:
+        From each name here to the one there.
+
+    Raises:
+        TypeError: ``model`` is no Module.
+
+    Example:
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec_jagged_attn import TargetAttentionConfig
+        >>> table = EmbeddingBagConfig(
+        ...     name="t", embedding_dim=8, num_embeddings=9, feature_names=["item", "hist"]
+        ... )
+        >>> collection = TargetAttentionEmbeddingBagCollection(
+        ...     [table], TargetAttentionConfig(target="item", history="hist")
+        ... )
+        >>> embedding_bag_keys(nn.ModuleDict({"sparse": collection}))
+        {'sparse.embedding_collections.8.embeddings.t.weight': 'sparse.embedding_bags.t.weight'}
+    """
+    check_module(model, "model")
+    keys = {}
+    for prefix, collection in _collections(model):
+        for table, key in collection.table_keys().items():
+            keys[prefix + _wrapped(collection, key)] = f"{prefix}embedding_bags.{table}.weight"
+    return keys
+
+
+def _collections(
+    module: nn.Module, prefix: str = ""
+) -> Iterator[tuple[str, TargetAttentionEmbeddingBagCollection]]:
+    """Those in ``module``, and what state dicts put before their names."""
+    module, wrapped = _unwrapped(module)
+    prefix += wrapped
+    if isinstance(module, TargetAttentionEmbeddingBagCollection):
+        yield prefix, module
+    else:
+        for name, child in module._modules.items():  # named_children() names a shared one once
+            if child is not None:
+                yield from _collections(child, f"{prefix}{name}.")
+
+
+def _wrapped(module: nn.Module | None, key: str) -> str:
+    """What state dicts call ``key`` of ``module``, of which each part may be wrapped."""
+    names = []
+    for name in key.split("."):
+        prefix = ""
+        if module is not None:
+            module, prefix = _unwrapped(module)
+            module = module._modules.get(name)
+        names.append(prefix + name)
+    return ".".join(names)
+
+
+def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
+    """What ``module`` wraps, and what state dicts put before its names."""
+    prefix = ""
+    while True:
+        if isinstance(module, DistributedModelParallel):
+            module = get_unwrapped_module(module)
+        elif isinstance(module, FullyShardedDataParallel):
+            module = module.module
+        elif isinstance(module, ActivationWrapper):
+            module = module.get_submodule("_checkpoint_wrapped_module")
+        elif isinstance(module, DistributedDataParallel):
+            prefix, module = f"{prefix}module.", module.module
+        elif isinstance(module, OptimizedModule):
+            prefix, module = f"{prefix}_orig_mod.", module._orig_mod
+        else:
+            return module, prefix
+
+
+def rename_keys(state: Any, names: dict[str, str]) -> Any:
+    """A copy of the state dict ``state``, of a model or of an optimizer, with keys renamed.
+
+    Args:
+        state: dicts and lists in each other; what they hold is not copied.
+        names: from each name in ``state`` to another. Others stay.
+
+    Raises:
+        TypeError: ``state`` or ``names`` is no dict.
+        ValueError: ``state`` has none of the ``names``.
+
+    Example:
+        >>> state = {"state": {"a": 1, "b": 2}, "param_groups": [{"params": ["a"]}]}
+        >>> rename_keys(state, {"a": "c"})
+        {'state': {'c': 1, 'b': 2}, 'param_groups': [{'params': ['c']}]}
+    """
+    if not isinstance(state, (dict, list)):
+        raise TypeError(f"state must be a state dict, got a {type(state).__name__}")
+    if not isinstance(names, dict):
+        raise TypeError(f"names must be a dict of names, got a {type(names).__name__}")
+    renamed, count = _rename(state, names)
+    if count == 0:
+        raise ValueError(
+            f"names must be of keys in state, got none that is among them: {list(names)[:3]}"
+        )
+    return renamed
+
+
+def _rename(state: Any, names: dict[str, str]) -> tuple[Any, int]:
+    """The copy, and how many keys of it have another name."""
+    if isinstance(state, dict):
+        parts = {key: _rename(value, names) for key, value in state.items()}
+        renamed = {names.get(key, key): value for key, (value, _) in parts.items()}
+        return renamed, sum(key in names for key in parts) + sum(n for _, n in parts.values())
+    if isinstance(state, list):
+        items = [
+            (names.get(item, item), int(item in names))
+            if isinstance(item, str)
+            else _rename(item, names)
+            for item in state
+        ]
+        return [item for item, _ in items], sum(count for _, count in items)
+    return state, 0

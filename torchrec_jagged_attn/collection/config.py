@@ -1,0 +1,431 @@
+"""``TargetAttentionConfig`` and ``EncoderConfig``: which history attends to which target."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_jagged_attn.attention.dropout import drops_of
+from torchrec_jagged_attn.checks import check_bool, check_int, check_score, check_window
+from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, packed_codes_of
+from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
+from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
+
+__all__ = [
+    "EncoderConfig",
+    "TargetAttentionConfig",
+    "check_configs",
+    "check_list",
+    "check_single_id_features",
+    "coded",
+    "find_feature",
+    "keys_of_candidates",
+    "keys_of_history",
+    "keys_without_tables",
+    "looked_up",
+]
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Encoder layers: the rows of a history attend to each other before a target attends to them.
+
+    Each layer is a :class:`HistoryEncoderLayer` with the ``num_heads`` of the attention, by default
+    at most 4, and its ``recency_bias``, ``row_dropout`` and ``dropout`` (of attention weights).
+
+    Args:
+        num_layers: number of layers.
+        causal: whether a row attends to itself and older rows only.
+        window: maximum number of rows that a row attends to, itself and the newest older ones;
+            needs ``causal``. ``None`` for all.
+        dropout: ``dropout`` of :class:`HistoryEncoderLayer`: probability, while training, that an
+            element of a residual branch or of the feed-forward activations is set to zero.
+        user_embedding: whether to also return the newest encoded row of each history, an embedding
+            of the user that depends on no target. Its key is ``user@`` and the output's key of the
+            (first) history, its width that of the histories together, and it is zero where a
+            history is empty. These keys come after all others, in the order of the attentions.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: ``num_layers`` or ``window`` is below one, ``window`` is given without
+            ``causal``, or ``dropout`` is not in ``[0, 1)``.
+
+    Example:
+        >>> encoder = EncoderConfig(num_layers=2, causal=True, window=50)
+        >>> config = TargetAttentionConfig("item", "hist", encoder=encoder)
+    """
+
+    num_layers: int = 1
+    causal: bool = False
+    window: int | None = None
+    dropout: float = 0.0
+    user_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_layers", check_int(self.num_layers, "num_layers", 1))
+        object.__setattr__(self, "window", check_window(self.window, self.causal))
+        drops_of(self.dropout, "dropout")
+        check_bool(self.user_embedding, "user_embedding")
+
+
+@dataclass
+class TargetAttentionConfig:
+    """Which history attends to which target, and how.
+
+    With several targets or histories, their embeddings are concatenated along the columns, and
+    attended once, over the sum of their widths. So events can have side information.
+
+    A feature that several tables have is named ``feature@table``, as in the output of
+    EmbeddingBagCollection.
+
+    Args:
+        target: feature, or list of features, with exactly one id per sample; with any number if the
+            collection has ``candidates="jagged"``.
+        history: feature, or list of features, with ids from oldest to newest, pooled by attention
+            to ``target``. Several must have equal lengths: they describe the same events.
+        num_heads: number of heads ``H``, which must divide the summed width ``E`` of the histories.
+            ``None``, the default, chooses 8, 4, 2 or 1 by ``E``, as in
+            :class:`JaggedTargetAttention`.
+        score: ``"softmax"``, ``"silu"`` or ``"sigmoid"``, as in :class:`JaggedTargetAttention`.
+        init: ``"recency"`` or ``"mha"``, as in :class:`JaggedTargetAttention`.
+        value_projection: whether values and outputs are projected, as in
+            :class:`JaggedTargetAttention`. ``None``, the default, projects with ``init="mha"`` or
+            ``history_codes`` only; otherwise, pooled rows stay in the embedding space of their
+            tables.
+        recency_bias: whether scores have a learned bias by position in the history and, with
+            ``timestamps``, by age.
+        timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any unit.
+            No table may have it. It is read after the lookups, so a training pipeline must not be
+            given ``free_features_storage_early=True``.
+        request_time: key of the KeyedJaggedTensor with exactly one integer per sample: when it is
+            scored, in the unit of ``timestamps``, which it requires. Ages are counted from it, and
+            are zero where a row is newer. By default they are counted from the newest row of the
+            history. No table may have it; several attentions may share it.
+        encoder: layers in which history rows attend to each other before a target attends to them.
+            ``None``, the default, for no layers.
+        row_dropout: probability, while training, that a history row is masked, in encoder layers,
+            too; as in :class:`JaggedTargetAttention`.
+        dropout: probability, while training, that an attention weight is set to zero, in encoder
+            layers, too; as in :class:`JaggedTargetAttention`.
+        max_history: maximum number of history rows. Only the newest are kept, with their timestamps
+            and weights; older ones are dropped before the lookups, also for other tables that pool
+            the same feature. A training pipeline overlaps this with ``pipeline_postproc=True``.
+            ``None``, the default, keeps all.
+        history_codes: experimental: how the history is packed, if its features have codes instead
+            of ids. A fitted :class:`DiscretePCA` decodes codes to rows, with a basis that is fixed
+            or, if it is trainable, learned; with :class:`PackedCodes`, the codes are the rows. The
+            history has no table and no lookup: it has a feature for each column of
+            :meth:`PackedCodes.to_int64`, int64. The output's key is that of the first one, after
+            those of tables, and ``embedding_bag_configs`` of the collection lists it as a table
+            with one row, so that a DLRM finds it. Requires ``encoder=None``.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: an argument is out of range or unknown, or requires another one.
+
+    Example:
+        >>> config = TargetAttentionConfig(target=["item", "tag"], history=["items", "tags"])
+        >>> config.histories
+        ['items', 'tags']
+    """
+
+    target: str | list[str]
+    history: str | list[str]
+    num_heads: int | None = None
+    _: KW_ONLY
+    score: Literal["softmax", "silu", "sigmoid"] = "softmax"
+    init: Literal["recency", "mha"] = "recency"
+    value_projection: bool | None = None
+    recency_bias: bool = True
+    timestamps: str | None = None
+    request_time: str | None = None
+    encoder: EncoderConfig | None = None
+    row_dropout: float = 0.0
+    dropout: float = 0.0
+    max_history: int | None = None
+    history_codes: DiscretePCA | PackedCodes | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("target", "history"):
+            check_names(getattr(self, name), name)
+            if not getattr(self, name):
+                raise ValueError(
+                    f"{name} must name at least one feature, got {getattr(self, name)}"
+                )
+        for name in ("timestamps", "request_time"):
+            key = getattr(self, name)
+            if key is not None and not isinstance(key, str):
+                raise TypeError(f"{name} must be a key or None, got {key!r}")
+        check_bool(self.recency_bias, "recency_bias")
+        if self.value_projection is not None:
+            check_bool(self.value_projection, "value_projection")
+        for name in ("num_heads", "max_history"):
+            if getattr(self, name) is not None:
+                setattr(self, name, check_int(getattr(self, name), name, 1))
+        for name in ("row_dropout", "dropout"):
+            drops_of(getattr(self, name), name)
+        if self.init not in ("recency", "mha"):
+            raise ValueError(f"init must be 'recency' or 'mha', got {self.init!r}")
+        check_score(self.score)
+        if self.encoder is not None and not isinstance(self.encoder, EncoderConfig):
+            raise TypeError(f"encoder must be an EncoderConfig or None, got {self.encoder!r}")
+        if self.timestamps is not None and not self.recency_bias:
+            raise ValueError(
+                "timestamps must go with recency_bias=True, which learns from them, "
+                f"got {self.timestamps!r} and recency_bias=False"
+            )
+        if self.request_time is not None and self.timestamps is None:
+            raise ValueError(
+                f"request_time must go with timestamps, got {self.request_time!r} and None"
+            )
+        if self.history_codes is not None:
+            check_codes(self.history_codes, None)
+            num_int64 = packed_codes_of(self.history_codes).num_int64
+            if len(self.histories) != num_int64:
+                raise ValueError(
+                    f"history must name a feature for each of the {num_int64} int64 values of "
+                    f"history_codes, got {self.history!r}"
+                )
+            if self.encoder is not None:
+                raise ValueError(f"encoder must be None with history_codes, got {self.encoder}")
+
+    @property
+    def targets(self) -> list[str]:
+        """The target features, always as a list."""
+        return [self.target] if isinstance(self.target, str) else list(self.target)
+
+    @property
+    def histories(self) -> list[str]:
+        """The history features, always as a list."""
+        return [self.history] if isinstance(self.history, str) else list(self.history)
+
+
+def check_names(value: object, name: str) -> None:
+    """``value`` must be the name of a feature, or several."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) for x in names):
+        raise TypeError(f"{name} must be a feature or a list of features, got {value!r}")
+
+
+def check_list(value: object, name: str, kind: type) -> None:
+    """``value`` must be a list of ``kind``."""
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name} must be a list of {kind.__name__}, got a {type(value).__name__}")
+    for item in value:
+        if not isinstance(item, kind):
+            raise TypeError(f"{name} must hold {kind.__name__}s, got a {type(item).__name__}")
+
+
+def find_feature(
+    argument: str, name: str, tables: list[EmbeddingBagConfig]
+) -> tuple[EmbeddingBagConfig, str]:
+    """Table and feature of ``name``, which is ``feature`` or ``feature@table``.
+
+    Raises:
+        ValueError: no table holds it, or several do. ``argument`` is what gave the name.
+    """
+    held = [(table, feature) for table in tables for feature in table.feature_names]
+    found = [
+        (table, feature) for table, feature in held if name in (feature, f"{feature}@{table.name}")
+    ]
+    if not found:
+        features = list(dict.fromkeys(feature for _, feature in held))
+        raise ValueError(f"{argument} must be a feature of tables, one of {features}, got {name!r}")
+    if len(found) > 1:
+        choices = [f"{feature}@{table.name}" for table, feature in found]
+        raise ValueError(
+            f"{argument} must name one table where several hold it, one of {choices}, got {name!r}"
+        )
+    return found[0]
+
+
+def check_configs(
+    tables: list[EmbeddingBagConfig], attentions: list[TargetAttentionConfig]
+) -> None:
+    """``tables``, whose features have names, and ``attentions`` must fit together.
+
+    Raises:
+        ValueError: naming the argument that does not.
+    """
+    if not tables:
+        raise ValueError("tables must hold at least one EmbeddingBagConfig, got none")
+    if not attentions:
+        raise ValueError("attentions must hold at least one TargetAttentionConfig, got none")
+    if repeated := _repeated(table.name for table in tables):
+        raise ValueError(f"tables must have different names, got {repeated} more than once")
+    targets = {
+        find_feature("target", name, tables)[1] for config in attentions for name in config.targets
+    }
+    histories = [
+        find_feature("history", name, tables) for config in attentions for name in looked_up(config)
+    ]
+    codes = [name for config in attentions for name in coded(config)]
+    names = [*(f"{feature}@{table.name}" for table, feature in histories), *codes]
+    if repeated := _repeated(names):
+        raise ValueError(f"history must be attended once, got {repeated} more than once")
+    if both := sorted(targets & {feature for _, feature in histories}):
+        raise ValueError(f"target must be no history of any attention, got {both}")
+    for config in attentions:
+        _check_config(config, tables)
+    events = [config.timestamps for config in attentions] + codes
+    if both := [x.request_time for x in attentions if x.request_time and x.request_time in events]:
+        raise ValueError(
+            "request_time must be another key than those of timestamps and history of any "
+            f"attention, got {both}"
+        )
+    _check_max_history(tables, attentions)
+
+
+def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
+    features = {
+        name: find_feature(argument, name, tables)[0].embedding_dim
+        for argument, names in (("target", config.targets), ("history", looked_up(config)))
+        for name in names
+    }
+    if wrong := {name: width for name, width in features.items() if width % 4 != 0}:
+        raise ValueError(
+            "tables that hold a target or a history must have an embedding_dim that is a multiple "
+            f"of 4, got {wrong}"
+        )
+    if config.history_codes is None:
+        embed_dim = sum(features[name] for name in config.histories)
+    else:
+        embed_dim = check_codes(config.history_codes, None)
+        _check_over_codes(config, tables)
+    if config.num_heads is not None and embed_dim % config.num_heads != 0:
+        raise ValueError(
+            f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
+            f"got {config.num_heads}"
+        )
+    for table, name in itertools.product(tables, ("timestamps", "request_time")):
+        if (key := getattr(config, name)) in table.feature_names:
+            raise ValueError(
+                f"{name} must be a key that no table holds, got {key!r} of table {table.name!r}"
+            )
+
+
+def _check_over_codes(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
+    """Histories of codes have no table."""
+    for table in tables:
+        if held := sorted({*config.histories} & {*table.feature_names}):
+            raise ValueError(
+                f"history must have no table where it comes as history_codes, got {held} of table "
+                f"{table.name!r}"
+            )
+
+
+def looked_up(config: TargetAttentionConfig) -> list[str]:
+    """The history features that have tables."""
+    return config.histories if config.history_codes is None else []
+
+
+def coded(config: TargetAttentionConfig) -> list[str]:
+    """The history features that come as codes."""
+    return [] if config.history_codes is None else config.histories
+
+
+def _check_max_history(
+    tables: list[EmbeddingBagConfig], attentions: list[TargetAttentionConfig]
+) -> None:
+    """A key is cut to one length, whichever attentions read it."""
+    lengths: dict[str, int | None] = {}
+    for config in attentions:
+        for key in keys_of_history(config, tables):
+            if lengths.setdefault(key, config.max_history) != config.max_history:
+                raise ValueError(
+                    f"max_history must be one for all attentions that read {key!r}, "
+                    f"got {lengths[key]} and {config.max_history}"
+                )
+
+
+def keys_of_history(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> list[str]:
+    """Keys of a KeyedJaggedTensor that describe the events of a history, its timestamps last."""
+    keys = [find_feature("history", name, tables)[1] for name in looked_up(config)]
+    keys += coded(config)
+    return keys if config.timestamps is None else [*keys, config.timestamps]
+
+
+def keys_without_tables(attentions: list[TargetAttentionConfig]) -> dict[str, str]:
+    """Keys of a KeyedJaggedTensor that are not looked up, with the argument that named each."""
+    times = {
+        getattr(config, name): name
+        for name in ("timestamps", "request_time")
+        for config in attentions
+        if getattr(config, name) is not None
+    }
+    return times | {name: "history_codes" for config in attentions for name in coded(config)}
+
+
+def keys_of_candidates(
+    tables: list[EmbeddingBagConfig],
+    attentions: list[TargetAttentionConfig],
+    candidates: str,
+    candidate_features: str | Sequence[str],
+) -> list[str]:
+    """Keys of a KeyedJaggedTensor with one id for each candidate, targets first; none where a
+    sample is one candidate.
+
+    Raises:
+        TypeError: ``candidate_features`` are no names.
+        ValueError: an argument that is unknown, or does not fit the others.
+    """
+    check_names(candidate_features, "candidate_features")
+    if candidates not in ("one", "jagged"):
+        raise ValueError(f"candidates must be 'one' or 'jagged', got {candidates!r}")
+    if isinstance(candidate_features, str):
+        candidate_features = [candidate_features]
+    if candidates == "one":
+        if candidate_features:
+            raise ValueError(
+                "candidate_features must go with candidates='jagged', got "
+                f"{list(candidate_features)} and candidates='one'"
+            )
+        return []
+    features = {feature for table in tables for feature in table.feature_names}
+    if unknown := [name for name in candidate_features if name not in features]:
+        raise ValueError(
+            f"candidate_features must be features of tables, of {sorted(features)}, got {unknown}"
+        )
+    targets, histories = (
+        [find_feature(argument, name, tables)[1] for config in attentions for name in of(config)]
+        for argument, of in (("target", lambda x: x.targets), ("history", looked_up))
+    )
+    if both := [name for name in candidate_features if name in histories]:
+        raise ValueError(f"candidate_features must be no history of any attention, got {both}")
+    return list(dict.fromkeys([*targets, *candidate_features]))
+
+
+def check_single_id_features(
+    tables: list[EmbeddingBagConfig],
+    attentions: list[TargetAttentionConfig],
+    single_id_features: str | Sequence[str],
+    candidate_features: list[str],
+) -> list[str]:
+    """``single_id_features`` as a list.
+
+    Raises:
+        TypeError: they are no names.
+        ValueError: one is unknown, a target, a history or one of ``candidate_features``.
+    """
+    check_names(single_id_features, "single_id_features")
+    if isinstance(single_id_features, str):
+        single_id_features = [single_id_features]
+    others = {
+        *candidate_features,
+        *(find_feature("target", name, tables)[1] for x in attentions for name in x.targets),
+        *(find_feature("history", name, tables)[1] for x in attentions for name in looked_up(x)),
+    }
+    features = {feature for table in tables for feature in table.feature_names} - others
+    if wrong := [name for name in single_id_features if name not in features]:
+        raise ValueError(
+            "single_id_features must be features of tables that are no target, history or "
+            f"candidate feature, of {sorted(features)}, got {wrong}"
+        )
+    return list(single_id_features)
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]

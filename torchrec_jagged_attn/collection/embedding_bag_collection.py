@@ -1,0 +1,456 @@
+"""``TargetAttentionEmbeddingBagCollection``: an EmbeddingBagCollection that attends to a target."""
+
+# FX and torch.jit.script read annotations, so they are no strings here.
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_jagged_attn.checks import check_bool, check_device
+from torchrec_jagged_attn.collection.batch_checks import (
+    check_features,
+    check_pooled_weights,
+    has_no_sample,
+    one_sample_without_ids,
+    with_counts,
+    without_samples,
+)
+from torchrec_jagged_attn.collection.config import (
+    TargetAttentionConfig,
+    check_configs,
+    check_list,
+    check_single_id_features,
+    find_feature,
+    keys_of_candidates,
+    keys_of_history,
+    keys_without_tables,
+    looked_up,
+)
+from torchrec_jagged_attn.collection.history_sharding import set_histories
+from torchrec_jagged_attn.collection.history_truncation import HistoryTruncation
+from torchrec_jagged_attn.collection.lookup_rows import take_rows
+from torchrec_jagged_attn.collection.pooling import TargetAttentionPooling
+from torchrec_jagged_attn.collection.sharding import (
+    check_optimizers,
+    check_quantized,
+    check_sharded,
+)
+from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
+
+__all__ = ["TargetAttentionEmbeddingBagCollection"]
+
+NO_BOUND = torch.iinfo(torch.int64).max
+
+
+class TargetAttentionEmbeddingBagCollection(nn.Module):
+    r"""An EmbeddingBagCollection whose histories are pooled by attention to the sample's target.
+
+    It replaces ``EmbeddingBagCollection(tables)`` in a model such as
+    ``torchrec.models.dlrm.DLRM``: same input, and an output with the same keys, in the same order
+    and widths. For a history with rows :math:`x_n` and its target's row :math:`t`, the sum becomes
+
+    .. math:: \sum_n x_n \quad\to\quad \mathrm{JaggedTargetAttention}(t, x)
+
+    and every other feature is pooled by sum or mean, as its table says. With ``user_embedding``,
+    keys of users follow, which a model that reads features by name, as DLRM does, ignores.
+
+    Tables that hold a target or a history are in ``embedding_collections``, one
+    EmbeddingCollection for each width, and the others in ``embedding_bag_collection`` (``None``
+    where there is none), so that TorchRec's planner and sharders find the modules they know. A
+    feature pooled by sum or mean costs the communication of its single rows when it shares a table
+    with a target or a history.
+
+    ``DistributedModelParallel`` must have the sharders of both, as it has by default:
+    ``EmbeddingCollectionSharder`` and ``EmbeddingBagCollectionSharder``. The weights of attentions
+    are dense ones: give ``apply_optimizer_in_backward`` the weights of tables alone,
+    :func:`embedding_parameters`.
+
+    Args:
+        tables: as for EmbeddingBagCollection. Those that hold a target or a history have an
+            ``embedding_dim`` that is a multiple of 4.
+        attentions: one entry per attention, or a single entry. A history belongs to one entry, a
+            target to any number.
+        is_weighted: whether batches have weights. Pooled rows are multiplied by theirs. Those of a
+            history are the prior weights of its rows in :class:`JaggedTargetAttention`; of several
+            histories attended together, those of the first one named. In the output a target's row
+            is multiplied by its weight, but not as a query.
+        device: of all parameters; by default PyTorch's default device.
+        single_lookup: whether tables as wide as one with a target or a history are looked up with
+            it, and their rows pooled afterwards. One sharded module instead of two takes the host
+            less time per step. Rows cross ranks before they are pooled, not after, so this is for
+            features of about one id per sample, or for a single rank. State dicts then have these
+            tables in ``embedding_collections``.
+        candidates: how many a sample has. ``"one"``; or ``"jagged"``: a sample is a request, which
+            shows any number of candidates to one user, also none. Targets have an id for each, and
+            the output a row for each, ``ΣT`` in all, in their order. A request's history is sent,
+            looked up and read once, and all else of it is pooled once, and then repeated for each
+            of its candidates. So must its dense features be, see :func:`repeat_per_candidate`.
+            Parameters are the same. Rows that ``row_dropout`` leaves out are those of the request.
+        candidate_features: of ``candidates="jagged"``: features besides the targets that have one
+            id for each candidate. Their rows are put out without pooling. As with
+            ``single_lookup``, their tables are in ``embedding_collections``.
+        single_id_features: features that have exactly one id in each sample, besides targets. Their
+            rows are put out without pooling, which takes the host less time. If all tables without
+            a target or a history hold these features alone and are as wide as one with, they are
+            looked up as with ``single_lookup``: as many bytes cross ranks then. Of tables in
+            ``embedding_bag_collection`` they are pooled as all others, and not checked.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: tables, attentions and features of candidates do not fit together.
+
+    Example:
+        >>> tables = [
+        ...     EmbeddingBagConfig(
+        ...         name="t_item", embedding_dim=8, num_embeddings=9, feature_names=["item", "hist"]
+        ...     ),
+        ...     EmbeddingBagConfig(
+        ...         name="t_user", embedding_dim=8, num_embeddings=5, feature_names=["user"]
+        ...     ),
+        ... ]
+        >>> collection = TargetAttentionEmbeddingBagCollection(
+        ...     tables, TargetAttentionConfig(target="item", history="hist")
+        ... )
+        >>> features = KeyedJaggedTensor(
+        ...     keys=["item", "hist", "user"],
+        ...     values=torch.tensor([1, 2, 3, 4, 5, 0, 1]),
+        ...     lengths=torch.tensor([1, 1, 0, 3, 1, 1]),  # item, then hist, then user
+        ... )
+        >>> pooled = collection(features)
+        >>> pooled.keys(), pooled.values().shape
+        (['item', 'hist', 'user'], torch.Size([2, 24]))
+
+        Requests of two candidates, and of none:
+
+        >>> collection = TargetAttentionEmbeddingBagCollection(
+        ...     tables, TargetAttentionConfig(target="item", history="hist"), candidates="jagged"
+        ... )
+        >>> features = KeyedJaggedTensor(
+        ...     keys=["item", "hist", "user"],
+        ...     values=torch.tensor([1, 2, 3, 4, 5, 0, 1]),
+        ...     lengths=torch.tensor([2, 0, 1, 2, 1, 1]),  # item, then hist, then user
+        ... )
+        >>> collection(features).values().shape
+        torch.Size([2, 24])
+    """
+
+    __jit_unused_properties__ = ["device"]  # noqa: RUF012 (scripting reads a list)
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        attentions: TargetAttentionConfig | list[TargetAttentionConfig],
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        *,
+        single_lookup: bool = False,
+        candidates: Literal["one", "jagged"] = "one",
+        candidate_features: str | Sequence[str] = (),
+        single_id_features: str | Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        if isinstance(attentions, TargetAttentionConfig):
+            attentions = [attentions]
+        check_list(tables, "tables", EmbeddingBagConfig)
+        check_list(attentions, "attentions", TargetAttentionConfig)
+        check_bool(is_weighted, "is_weighted")
+        check_bool(single_lookup, "single_lookup")
+        check_device(device)
+        tables = [
+            dataclasses.replace(table, feature_names=list(table.feature_names) or [table.name])
+            for table in tables
+        ]
+        check_configs(tables, attentions)
+        keys = keys_of_candidates(tables, attentions, candidates, candidate_features)
+        singles = check_single_id_features(tables, attentions, single_id_features, keys)
+        by_row = {
+            table.name: table.embedding_dim
+            for config in attentions
+            for argument, names in (("target", config.targets), ("history", looked_up(config)))
+            for table, _ in (find_feature(argument, name, tables) for name in names)
+        }
+        by_row |= {
+            table.name: table.embedding_dim
+            for table in tables
+            if not set(keys).isdisjoint(table.feature_names)
+        }
+        # Then no table is left for a second sharded module.
+        single_lookup |= all(
+            table.embedding_dim in by_row.values() and set(singles).issuperset(table.feature_names)
+            for table in tables
+            if table.name not in by_row
+        )
+        by_width: dict[int, list[EmbeddingBagConfig]] = {}
+        bag_tables: list[EmbeddingBagConfig] = []
+        for table in tables:
+            joins = single_lookup and table.embedding_dim in by_row.values()
+            if joins or table.name in by_row:
+                by_width.setdefault(table.embedding_dim, []).append(table)
+            else:
+                bag_tables.append(table)
+
+        self._tables = tables
+        self._bag_tables = {table.name for table in bag_tables}
+        self._is_weighted = is_weighted
+        # Bags of fp32 take weights of fp32 alone; sharded ones convert them.
+        self._weights_fp32 = [
+            name
+            for table in bag_tables
+            for name in table.feature_names
+            if table.data_type == DataType.FP32
+        ]
+        self._others = keys_without_tables(attentions)
+        self._num_embeddings: dict[str, int] = {}
+        for table in tables:
+            # Of a virtual table, any id is one.
+            bound = NO_BOUND if table.use_virtual_table else table.num_embeddings
+            for name in table.feature_names:
+                self._num_embeddings[name] = min(self._num_embeddings.get(name, bound), bound)
+
+        cut = [
+            (keys_of_history(config, tables), config.max_history)
+            for config in attentions
+            if config.max_history is not None
+        ]
+        self.history_truncation = HistoryTruncation(cut) if cut else None
+        self.embedding_collections = nn.ModuleDict(
+            {
+                str(width): EmbeddingCollection(
+                    [_embedding_config(table) for table in of_width], device=device
+                )
+                for width, of_width in by_width.items()
+            }
+        )
+        self.embedding_bag_collection = (
+            EmbeddingBagCollection(bag_tables, is_weighted, device) if bag_tables else None
+        )
+        self._tables_of_codes = [
+            EmbeddingBagConfig(
+                name=config.histories[0],
+                embedding_dim=check_codes(config.history_codes, None),
+                num_embeddings=1,
+                feature_names=config.histories[:1],
+            )
+            for config in attentions
+            if config.history_codes is not None
+        ]
+        self.pooling = TargetAttentionPooling(
+            tables,
+            list(by_width.values()),
+            bag_tables,
+            attentions,
+            is_weighted,
+            keys,
+            singles,
+            device,
+        )
+        self._by_index = self.pooling.histories_by_index()
+        for lookup, histories in zip(
+            self.embedding_collections.values(), self.pooling.histories(), strict=True
+        ):
+            set_histories(lookup, histories)
+
+    @classmethod
+    def from_embedding_bag_collection(
+        cls,
+        embedding_bag_collection: EmbeddingBagCollection,
+        attentions: TargetAttentionConfig | list[TargetAttentionConfig],
+        *,
+        single_lookup: bool = False,
+        candidates: Literal["one", "jagged"] = "one",
+        candidate_features: str | Sequence[str] = (),
+        single_id_features: str | Sequence[str] = (),
+    ) -> "TargetAttentionEmbeddingBagCollection":
+        """A collection that goes on with the tables of a trained EmbeddingBagCollection.
+
+        It shares their parameters, so that an optimizer that holds them goes on, too. For a sharded
+        model, see :func:`embedding_bag_keys`.
+
+        Args:
+            embedding_bag_collection: not sharded.
+            attentions: as for the class.
+            single_lookup: as for the class.
+            candidates: as for the class.
+            candidate_features: as for the class.
+            single_id_features: as for the class.
+
+        Raises:
+            TypeError: ``embedding_bag_collection`` is no EmbeddingBagCollection.
+        """
+        source = embedding_bag_collection
+        if not isinstance(source, EmbeddingBagCollection):
+            raise TypeError(
+                "embedding_bag_collection must be an EmbeddingBagCollection that is not sharded, "
+                f"got a {type(source).__name__}"
+            )
+        device = next(source.parameters()).device  # it may have moved from where it was made
+        tables = source.embedding_bag_configs()
+        collection = cls(
+            tables,
+            attentions,
+            source.is_weighted(),
+            device,
+            single_lookup=single_lookup,
+            candidates=candidates,
+            candidate_features=candidate_features,
+            single_id_features=single_id_features,
+        )
+        for name, key in collection.table_keys().items():
+            table = collection.get_submodule(key.removesuffix(".weight"))
+            table.weight = source.embedding_bags[name].weight
+        return collection
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Embed and pool ``features``.
+
+        Args:
+            features: a KeyedJaggedTensor, or a TensorDict of jagged nested tensors, with all
+                features of the tables, timestamps, request times and codes, in any order, and with
+                weights if and only if ``is_weighted``. With sharded tables, keys may differ in
+                batch size and have ``inverse_indices``: a user's history is then sent and looked
+                up once for all samples that have it, and read where its rows lie.
+
+        Returns:
+            ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``; after them,
+            those of histories of codes and user embeddings. With ``candidates="jagged"``, ``[ΣT,
+            sum of widths]``.
+
+        Raises:
+            TypeError: ``features`` are neither a KeyedJaggedTensor nor a TensorDict, or are not of
+                int32 or int64.
+            ValueError: a feature or a key of times is missing, a target or one of
+                ``single_id_features`` without exactly one id in each sample (or, of requests,
+                features of candidates with different lengths), a request time without exactly one
+                integer in each sample, or histories (and timestamps) of one attention with
+                different lengths; or timestamps decrease within a history. Counts of rows are
+                always checked; ids, lengths of each sample and the order of timestamps on CPU, and
+                on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+                Weights that are missing or unexpected, or batch sizes that vary by feature
+                without ``inverse_indices``. In the first batch: an optimizer in backward of the
+                attentions' weights.
+            NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
+                or that are pooled in bf16 on a GPU.
+            RuntimeError: a ``DistributedModelParallel`` without a sharder of some tables.
+        """
+        features = maybe_td_to_kjt(features)
+        keep_dtype = is_empty = False
+        if not is_scripting():
+            lookups = self._lookups()
+            check_optimizers(self.pooling)
+            features = with_counts(features)
+            _check_features(
+                features,
+                self._num_embeddings,
+                self._others,
+                self._is_weighted,
+                self._weights_fp32,
+                check_sharded(lookups),
+            )
+            keep_dtype = check_quantized(lookups)
+        if self.history_truncation is not None:
+            features = self.history_truncation(features)
+        looked_up = features
+        if not is_scripting():
+            is_empty = has_no_sample(features)
+            if is_empty:
+                looked_up = one_sample_without_ids(features)
+        sequences: list[dict[str, JaggedTensor]] = []
+        for lookup in self.embedding_collections.values():
+            sequences.append(lookup(looked_up))
+        bags: KeyedTensor | None = None
+        if self.embedding_bag_collection is not None:
+            bags = self.embedding_bag_collection(looked_up)
+        indices: dict[str, Tensor] | None = None
+        if not is_scripting():
+            indices = {}
+            for at, keys in enumerate(self._by_index):
+                # After the lookup of bags has begun: this waits for the rows.
+                sequences[at], found = take_rows(sequences[at], keys)
+                indices |= {keys[name]: rows for name, rows in found.items()}
+            if is_empty:
+                sequences = without_samples(sequences)
+        return self.pooling(features, sequences, bags, indices, keep_dtype, is_empty)
+
+    def reset_parameters(self) -> None:
+        """Start all parameters anew: tables by their ``init_fn``, attentions by their ``init``."""
+        children_first = reversed(list(self.pooling.modules()))
+        for module in (*self._lookups(), *children_first):
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+
+    def table_keys(self) -> dict[str, str]:
+        """What the state dict calls the weight of each table, by the table's name."""
+        keys = {}
+        for table in self._tables:
+            lookup = f"embedding_collections.{table.embedding_dim}.embeddings"
+            if table.name in self._bag_tables:
+                lookup = "embedding_bag_collection.embedding_bags"
+            keys[table.name] = f"{lookup}.{table.name}.weight"
+        return keys
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """All tables, as EmbeddingBagCollection gives them, with the data types that quantization
+        left; then, for each history of codes, as if a table of one row had it.
+        """
+        types = {}
+        for lookup in self._lookups():
+            for name in ("embedding_configs", "embedding_bag_configs"):
+                configs = getattr(lookup, name, list)()  # sharded ones for training have neither
+                types |= {config.name: config.data_type for config in configs}
+        tables = [
+            dataclasses.replace(table, data_type=types.get(table.name, table.data_type))
+            for table in self._tables
+        ]
+        return tables + self._tables_of_codes
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """Raise: TorchRec's ManagedCollision wrappers, which call it, cannot wrap attention."""
+        raise NotImplementedError(
+            "ManagedCollisionEmbeddingBagCollection and ManagedCollisionEmbeddingCollection must "
+            "have a collection of TorchRec's, got a TargetAttentionEmbeddingBagCollection: hash "
+            "features by the ManagedCollisionCollection before they are given to it, see "
+            "'Zero-collision hashing' in docs/how_to/swap_and_migrate.md"
+        )
+
+    def is_weighted(self) -> bool:
+        """Whether batches have weights."""
+        return self._is_weighted
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        modules = (*self._lookups(), self.pooling)  # a rank may have no part of a table
+        tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
+        return next(tensors).device
+
+    def _lookups(self) -> list[nn.Module]:
+        bags = self.embedding_bag_collection
+        return [*self.embedding_collections.values(), *([] if bags is None else [bags])]
+
+
+def _embedding_config(table: EmbeddingBagConfig) -> EmbeddingConfig:
+    shared = [field.name for field in dataclasses.fields(EmbeddingConfig)]
+    return EmbeddingConfig(**{name: getattr(table, name) for name in shared})
+
+
+@torch.fx.wrap  # what branches on the batch is a leaf for FX; torch.jit.script takes it
+def _check_features(
+    features: KeyedJaggedTensor,
+    num_embeddings: dict[str, int],
+    others: dict[str, str],
+    is_weighted: bool,
+    weights_fp32: list[str],
+    is_sharded: bool,
+) -> None:
+    if not is_scripting():  # scripted as a part of an FX graph
+        check_features(features, num_embeddings, others, is_weighted, is_sharded)
+        if is_weighted and weights_fp32 and not is_sharded:
+            check_pooled_weights(features.weights(), weights_fp32)

@@ -1,0 +1,405 @@
+"""``HistoryEmbeddingCollectionSharder``: rows of histories stay with their shard.
+
+Ids of all features go to the owners of their rows, see ``id_exchange.py``. Owners look them up, all
+that are in a table at once, so that a row that both a target and histories have is updated once.
+Rows of histories stay there for :mod:`torchrec_jagged_attn.modules.owned_rows`. All others are sent
+back to the samples, such as those of targets; and histories that an attention must have whole, in
+one copy.
+
+TorchRec has no public way to this. Here and in ``history_planner.py``, ``lookup_rows.py`` and
+``lookup_bags.py`` are all of its private names that are read; ``test_rows_that_stay.py`` and
+``test_planner.py`` of ``tests/torchrec`` fail where they change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+)
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import (
+    Awaitable,
+    CommOp,
+    LazyAwaitable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_jagged_attn.collection.batch_checks import has_no_sample, one_sample_without_ids
+from torchrec_jagged_attn.collection.id_exchange import (
+    Feature,
+    HistoryFeatures,
+    IdExchange,
+    Received,
+)
+from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
+
+__all__ = [
+    "HistoryEmbeddingCollectionSharder",
+    "ShardedHistoryEmbeddingCollection",
+    "histories_of",
+    "set_histories",
+]
+
+SHARDING_TYPES = (
+    ShardingType.ROW_WISE.value,
+    ShardingType.TABLE_WISE.value,
+    ShardingType.DATA_PARALLEL.value,
+)
+
+
+def set_histories(collection: nn.Module, histories: dict[str, HistoryFeatures]) -> None:
+    """Tell the sharder which rows of ``collection`` are histories, by what it calls them."""
+    collection.__dict__["_histories"] = histories
+
+
+def histories_of(collection: nn.Module) -> dict[str, HistoryFeatures]:
+    return collection.__dict__.get("_histories", {})
+
+
+class _Rows(LazyAwaitable[dict[str, JaggedTensor]]):
+    """Rows that are sent, once they are there, and those that stay."""
+
+    def __init__(
+        self, here: dict[str, JaggedTensor], sent: Sequence[Callable[[], dict[str, JaggedTensor]]]
+    ) -> None:
+        super().__init__()
+        self._here, self._sent = here, sent
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        return {name: rows for wait in self._sent for name, rows in wait().items()} | self._here
+
+
+class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
+    """An EmbeddingCollection on several ranks, which gives each history as a
+    :class:`RemoteHistory` or, where it cannot stay, as a JaggedTensor.
+    """
+
+    def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        group = self._env.process_group
+        assert group is not None
+        self._group: dist.ProcessGroup = group
+        self._replicated: dict[int, dict[str, str]] = {}
+        features: list[Feature] = []
+        for at, (kind, sharding) in enumerate(self._sharding_type_to_sharding.items()):
+            names = dict(zip(sharding.embedding_names(), sharding.feature_names(), strict=True))
+            if kind == ShardingType.DATA_PARALLEL.value:
+                self._replicated[at] = names
+                continue
+            owners = {name: [*range(group.size())] for name in names}
+            if kind == ShardingType.TABLE_WISE.value:
+                counts = enumerate(sharding.features_per_rank())
+                ranks = [rank for rank, count in counts for _ in range(count)]
+                owners = {name: [rank] for name, rank in zip(names, ranks, strict=True)}
+            sizes = {
+                name: -(-table.num_embeddings // len(owners[name]))
+                for table in sharding.embedding_tables()
+                for name in table.embedding_names
+            }
+            histories = histories_of(module)
+            features += [
+                Feature(name, key, at, owners[name], sizes[name], histories.get(name))
+                for name, key in names.items()
+            ]
+        assert self._device is not None
+        self._exchange = IdExchange(features, group, self._device)
+        codecs = (self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+        self._codecs: QuantizedCommCodecs | None = codecs
+        self._orders: dict[tuple[str, ...], dict[int, tuple[list[int], Tensor]]] = {}
+        self._has_uninitialized_input_dist = False
+
+    def input_dist(
+        self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        features = maybe_td_to_kjt(features)
+        if features.variable_stride_per_key():
+            raise NotImplementedError(
+                "features must have one batch size with HistoryEmbeddingCollectionSharder, got "
+                "several: give DistributedModelParallel an EmbeddingCollectionSharder"
+            )
+        if has_no_sample(features):
+            features = one_sample_without_ids(features)
+        with torch.no_grad():
+            ctx.input_features += [
+                features.permute(*self._order(features, at)) for at in self._replicated
+            ]
+            sizes: Any = self._exchange.start(features)
+        return KJTListSplitsAwaitable([sizes], ctx)
+
+    def _order(self, features: KeyedJaggedTensor, lookup: int) -> tuple[list[int], Tensor]:
+        """Where the features of a lookup are whose tables are replicated."""
+        keys = tuple(features.keys())
+        if keys not in self._orders:
+            orders = {
+                at: [keys.index(key) for key in names.values()]
+                for at, names in self._replicated.items()
+            }
+            device = features.values().device
+            self._orders[keys] = {
+                at: (order, torch.tensor(order, dtype=torch.int32, device=device))
+                for at, order in orders.items()
+            }
+        return self._orders[keys][lookup]
+
+    def prefetch(
+        self,
+        dist_input: KJTList,
+        forward_stream: torch.Stream | None = None,
+        ctx: EmbeddingCollectionContext | None = None,
+    ) -> None:
+        """Prepare the lookups of :meth:`compute_and_output_dist`."""
+        assert ctx is not None
+        ids = self._ids(ctx, dist_input)
+        super().prefetch(KJTList(ids), forward_stream, ctx)  # pyright: ignore[reportArgumentType]
+
+    def _ids(self, ctx: EmbeddingCollectionContext, input: KJTList) -> list[KeyedJaggedTensor]:
+        """What each lookup looks up."""
+        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        replicated = dict(zip(self._replicated, ctx.input_features, strict=True))
+        return [(received.ids | replicated)[at] for at in range(len(self._lookups))]
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        rows, here = {}, {}
+        for at, (lookup, ids) in enumerate(zip(self._lookups, self._ids(ctx, input), strict=True)):
+            found = lookup(ids)
+            if self.post_lookup_tracker_fn is not None:
+                self.post_lookup_tracker_fn(ids, found, self, None)
+            found = found.view(-1, self._embedding_dim)
+            if at not in self._replicated:
+                rows[at] = found
+                continue
+            names = self._replicated[at]
+            of_features = found.split(ids.length_per_key())
+            of_samples = ids.lengths().view(len(names), -1).unbind()
+            here |= {
+                name: JaggedTensor(values, lengths=lengths)
+                for name, values, lengths in zip(names, of_features, of_samples, strict=True)
+            }
+        staying = [of for of in self._exchange.features if of.stays]
+        parts = [*self._exchange.groups, *([of] for of in staying)]
+        share = 1 / self._env.world_size if get_gradient_division() else 1.0
+        layout = _Layout(self._exchange.local, received.rows_of_homes, [*rows])
+        of_parts = iter(_Distribute.apply(layout, parts, share, *rows.values()))
+        lengths = received.at_home.lengths().view(len(self._exchange.features), -1).unbind()
+        counts = received.at_home.length_per_key()
+        at_home = {
+            of.name: (of_samples, count)
+            for of, of_samples, count in zip(self._exchange.features, lengths, counts, strict=True)
+        }
+        sent = [
+            self._send_back(received, at_home, of_group, order, next(of_parts))
+            for of_group, order in zip(self._exchange.groups, received.orders, strict=True)
+        ]
+        for of in staying:
+            owned = OwnedRows(
+                next(of_parts),
+                *received.owned[of.name],
+                rows_per_home=[counts.get(of.name, 0) for counts in received.rows_of_homes],
+                samples_per_home=received.samples_of_homes,
+                group=self._group,
+            )
+            here[of.name] = RemoteHistory(*at_home[of.name], owned)
+        return _Rows(here, sent)
+
+    def _send_back(
+        self,
+        received: Received,
+        at_home: dict[str, tuple[Tensor, int]],
+        of_group: list[Feature],
+        order: Tensor | None,
+        rows: Tensor,
+    ) -> Callable[[], dict[str, JaggedTensor]]:
+        """The ``rows`` of a group to their samples; of this rank's samples, to be waited for."""
+        names = [of.name for of in of_group]
+        from_owners, to_homes = (
+            [sum(of_rank.get(name, 0) for name in names) for of_rank in of_ranks]
+            for of_ranks in (received.rows_of_owners, received.rows_of_homes)
+        )
+        codecs = self._codecs if of_group[0].history is None else None
+        get_rows = start_exchange(rows, from_owners, to_homes, self._group, codecs)
+
+        def wait() -> dict[str, JaggedTensor]:
+            values = get_rows() if order is None else _Permute.apply(get_rows(), order)
+            lengths, counts = zip(*(at_home[name] for name in names), strict=True)
+            return {
+                name: JaggedTensor(x, lengths=of_samples)
+                for name, x, of_samples in zip(names, values.split(counts), lengths, strict=True)
+            }
+
+        return wait
+
+
+class _Layout:
+    """How the rows that lookups give are divided into features and homes.
+
+    Args:
+        local: the features, in the order of the lookups.
+        rows_of_homes: how many rows each home has of each.
+        lookups: those that there are.
+    """
+
+    def __init__(
+        self, local: list[Feature], rows_of_homes: list[dict[str, int]], lookups: list[int]
+    ) -> None:
+        self.homes, self.lookups = rows_of_homes, lookups
+        self.ranges: dict[str, tuple[int, int, int]] = {}
+        ends = dict.fromkeys(lookups, 0)
+        for of in local:
+            count = sum(of_home[of.name] for of_home in rows_of_homes)
+            self.ranges[of.name] = lookups.index(of.lookup), ends[of.lookup], count
+            ends[of.lookup] += count
+
+    def part(self, features: list[Feature], rows: Sequence[Tensor]) -> Tensor:
+        """The rows of ``features``, home by home. A copy, unless there is one feature."""
+        names = [of.name for of in features if of.name in self.ranges]
+        if len(names) > 1:
+            pieces = [self._of(name, rows).split(self._counts(name)) for name in names]
+            return torch.cat([*itertools.chain(*zip(*pieces, strict=True))])
+        if names:
+            return self._of(names[0], rows)
+        return rows[self.lookups.index(features[0].lookup)][:0]
+
+    def put_back(
+        self, features: list[Feature], part: Tensor, factor: float, rows: Sequence[Tensor]
+    ) -> None:
+        """Multiply a ``part`` by a factor, and write it where it belongs."""
+        names = [of.name for of in features if of.name in self.ranges]
+        if len(names) == 1:
+            torch.mul(part, factor, out=self._of(names[0], rows))
+            return
+        counts = [of_home[name] for of_home in self.homes for name in names]
+        pieces = part.mul(factor).split(counts)
+        of_names = [pieces[i :: len(names)] for i in range(len(names))]
+        targets = [x for name in names for x in self._of(name, rows).split(self._counts(name))]
+        if targets:
+            torch._foreach_copy_(targets, [*itertools.chain(*of_names)])  # pyright: ignore
+
+    def _of(self, name: str, rows: Sequence[Tensor]) -> Tensor:
+        lookup, start, count = self.ranges[name]
+        return rows[lookup].narrow(0, start, count)
+
+    def _counts(self, name: str) -> list[int]:
+        return [of_home[name] for of_home in self.homes]
+
+
+class _Distribute(torch.autograd.Function):
+    """Rows of the lookups, as ``parts``, which have each of them once. Gradients are multiplied by
+    ``factor``.
+    """
+
+    @staticmethod
+    def forward(ctx, layout, parts, factor, *rows):
+        ctx.layout, ctx.parts, ctx.factor = layout, parts, factor
+        ctx.shapes = [x.shape for x in rows]
+        return tuple(layout.part(features, rows) for features in parts)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        rows = [grads[0].new_empty(shape) for shape in ctx.shapes]
+        for features, grad in zip(ctx.parts, grads, strict=True):
+            ctx.layout.put_back(features, grad, ctx.factor, rows)
+        return None, None, None, *rows
+
+
+class _Permute(torch.autograd.Function):
+    """``x[order]``, of each row once: the gradient is written, not added up."""
+
+    @staticmethod
+    def forward(ctx, x, order):
+        ctx.save_for_backward(order)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (order,) = ctx.saved_tensors
+        return torch.empty_like(grad).index_copy_(0, order, grad), None
+
+
+class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+    """Shards EmbeddingCollections such that rows of histories stay on the ranks that own them.
+
+    It replaces ``EmbeddingCollectionSharder`` among the ``sharders`` of a
+    ``DistributedModelParallel`` and its planner. Histories of
+    :class:`TargetAttentionEmbeddingBagCollection` that a single attention reads row by row are then
+    attended to where their rows are; the rows of those with encoder layers or with
+    other histories beside them are sent whole. All else, and a single rank, is as with TorchRec's
+    sharder. Results differ from those of one rank by rounding.
+
+    Tables of histories may be sharded row-wise, the best, table-wise or be data-parallel.
+    :class:`HistoryEmbeddingShardingPlanner` estimates the cost of each.
+
+    Args:
+        fused_params: as for ``EmbeddingCollectionSharder``.
+        qcomm_codecs_registry: likewise, for rows of all but histories. Rows of histories, where
+            they are sent, queries and results are not encoded.
+
+    Raises:
+        NotImplementedError: a table of histories is sharded by column.
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingCollection:
+        kinds = {params[config.name].sharding_type for config in module.embedding_configs()}
+        is_replicated = kinds == {ShardingType.DATA_PARALLEL.value}
+        if not histories_of(module) or env.world_size == 1 or is_replicated:
+            return super().shard(module, params, env, device, module_fqn)
+        for config in module.embedding_configs():
+            kind = params[config.name].sharding_type
+            if kind not in SHARDING_TYPES:
+                raise NotImplementedError(
+                    f"the table {config.name!r} must be sharded in one of {SHARDING_TYPES} with "
+                    f"HistoryEmbeddingCollectionSharder, got {kind!r}: use 'row_wise'"
+                )
+            if config.use_virtual_table or config.total_num_buckets is not None:
+                raise NotImplementedError(
+                    f"the table {config.name!r} must have as many rows as ids, and no buckets, "
+                    "with HistoryEmbeddingCollectionSharder, got use_virtual_table="
+                    f"{config.use_virtual_table} and total_num_buckets="
+                    f"{config.total_num_buckets}: use EmbeddingCollectionSharder"
+                )
+        return ShardedHistoryEmbeddingCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Those that a planner may choose from."""
+        return list(SHARDING_TYPES)

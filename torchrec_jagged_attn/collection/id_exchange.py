@@ -1,0 +1,432 @@
+"""Ids of an EmbeddingCollection on their way to the ranks whose shards have their rows.
+
+The *home* of a sample is the rank whose batch contains it, the *owner* of a row the rank whose
+shard contains it. A home sorts the ids of all features by owner, feature and sample, in one stable
+sort. It sends how many ids of which feature go to which owner, and a step of a training pipeline
+later the ids, with the position of each in its history and, if needed, age and prior weight. Both
+are all-to-alls of all features together, and nothing is regrouped on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_jagged_attn.collection.batch_checks import check_equal_lengths, check_single_rows
+
+__all__ = ["Feature", "HistoryFeatures", "IdExchange", "OwnedIds", "Received"]
+
+LARGEST = torch.iinfo(torch.int64).max
+LARGEST_ID = LARGEST // 2
+
+
+class HistoryFeatures(NamedTuple):
+    """What an EmbeddingCollection of a TargetAttentionEmbeddingBagCollection knows of a history.
+
+    Attributes:
+        feature: its key in batches.
+        stays: whether attention supports rows that stay.
+        timestamps: their key, or empty.
+        request_time: its key, or empty.
+        is_weighted: whether batches have prior weights.
+    """
+
+    feature: str
+    stays: bool
+    timestamps: str
+    request_time: str
+    is_weighted: bool
+
+    @property
+    def has_ages(self) -> bool:
+        return self.stays and bool(self.timestamps)
+
+    @property
+    def has_weights(self) -> bool:
+        return self.stays and self.is_weighted
+
+    @property
+    def num_columns(self) -> int:
+        """Numbers that are sent of each row: its id and, where it stays, its position, and age and
+        weight if there are any.
+        """
+        return 1 + self.stays + self.has_ages + self.has_weights
+
+
+class Feature(NamedTuple):
+    """A feature whose ids are exchanged.
+
+    Attributes:
+        name: what the collection calls its rows.
+        key: in batches.
+        lookup: the one of the collection's lookups that has its table.
+        owners: the ranks that have rows of the table, in the order of the rows.
+        rows_per_owner: of all owners but the last.
+        history: what is known of it, if it is a history.
+    """
+
+    name: str
+    key: str
+    lookup: int
+    owners: list[int]
+    rows_per_owner: int
+    history: HistoryFeatures | None
+
+    @property
+    def stays(self) -> bool:
+        return self.history is not None and self.history.stays
+
+
+class OwnedIds(NamedTuple):
+    """What a rank has received of a history of all homes, besides ids.
+
+    Attributes:
+        lengths: ``[S]`` int64, of the samples of all homes.
+        positions: ``[N']`` int64, of each row in its whole history, where -1 is the newest.
+        ages: ``[N']`` int64, or None.
+        prior_weights: ``[N']``, or None.
+    """
+
+    lengths: Tensor
+    positions: Tensor
+    ages: Tensor | None
+    prior_weights: Tensor | None
+
+
+class Received(NamedTuple):
+    """What a rank has, as home and as owner, once ids are exchanged.
+
+    Attributes:
+        at_home: the features of this rank's batch, in the order of ``IdExchange.features``.
+        orders: of each of ``IdExchange.groups``, where the rows that come back for ``at_home`` lie;
+            None if they are in order.
+        ids: that each lookup looks up; in ``[features, homes]``, as ``stride=1``.
+        owned: by the names of histories that stay.
+        rows_of_owners: how many rows of ``at_home`` are of which owner and feature.
+        rows_of_homes: how many rows this rank has of which home and feature.
+        samples_of_homes: how many samples each home has.
+    """
+
+    at_home: KeyedJaggedTensor
+    orders: list[Tensor | None]
+    ids: dict[int, KeyedJaggedTensor]
+    owned: dict[str, OwnedIds]
+    rows_of_owners: list[dict[str, int]]
+    rows_of_homes: list[dict[str, int]]
+    samples_of_homes: list[int]
+
+    def record_stream(self, stream: Any) -> None:
+        """As of tensors: for a pipeline, that takes this for a KeyedJaggedTensor."""
+        for features in (self.at_home, *self.ids.values()):
+            features.record_stream(stream)
+        for x in (*self.orders, *itertools.chain(*self.owned.values())):
+            if x is not None:
+                x.record_stream(stream)
+
+
+class IdExchange:
+    """The ids of ``features`` to their owners.
+
+    Args:
+        features: those of each lookup in the order in which it takes them.
+        group: of the ranks.
+        device: of the ids.
+
+    Attributes:
+        features: in the order in which :meth:`start` takes them.
+        groups: those whose rows come back, each as what is sent at once: all but histories; and
+            each history that is needed whole.
+        local: those of which this rank is an owner, in the order of the lookups.
+    """
+
+    def __init__(
+        self, features: Sequence[Feature], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.group, self.device = group, device
+        singles = [of for of in features if of.history is None]
+        wholes = [of for of in features if of.history is not None and not of.stays]
+        staying = [of for of in features if of.stays]
+        self.features = [*singles, *wholes, *staying]
+        self.groups = [*([singles] if singles else []), *([of] for of in wholes)]
+        histories = [of.history for of in staying if of.history is not None]
+        self._has_positions = bool(histories)
+        self._has_ages = any(of.has_ages for of in histories)
+        self._has_weights = any(of.has_weights for of in histories)
+
+        ranks = range(group.size())
+        self._of_ranks = [[of for of in features if rank in of.owners] for rank in ranks]
+        self.local = self._of_ranks[group.rank()]
+        # Ids are sorted by blocks, one of each owner and feature, and by samples within them.
+        blocks = [(rank, of) for rank in ranks for of in self._of_ranks[rank]]
+        self._blocks = blocks
+        at = {(rank, of.name): block for block, (rank, of) in enumerate(blocks)}
+        shifts = torch.zeros(len(self.features), group.size(), dtype=torch.int32)
+        for i, of in enumerate(self.features):
+            for shard, rank in enumerate(of.owners):
+                shifts[i, shard] = at[rank, of.name] - i
+        # Of each owner its blocks, and at last the number of samples.
+        sizes = [
+            block
+            for rank in ranks
+            for block in [*(at[rank, of.name] for of in self._of_ranks[rank]), len(blocks)]
+        ]
+        self._shifts, self._sizes = shifts.to(device), torch.tensor(sizes, device=device)
+        self._rows_per_shard = torch.tensor(
+            [of.rows_per_owner if len(of.owners) > 1 else LARGEST for of in self.features],
+            device=device,
+        )
+        self._staying_blocks = torch.tensor(
+            [i for i, (_, of) in enumerate(blocks) if of.stays], dtype=torch.int64, device=device
+        )
+        self.sizes_per_rank = [len(of_rank) + 1 for of_rank in self._of_ranks]
+        self.staying_per_rank = [sum(of.stays for of in of_rank) for of_rank in self._of_ranks]
+
+    def start(self, batch: KeyedJaggedTensor) -> _Sizes:
+        """Sort the ids of the features of a ``batch``, and send how many there are."""
+        features = self._select(batch)
+        num_samples, num_blocks = features.stride(), len(self._blocks)
+        lengths = features.lengths().int()
+        cell = torch.repeat_interleave(lengths, output_size=features.values().numel())
+        feature = cell // num_samples
+        # FBGEMM checks bounds, but takes -1 for no row: ids below zero come to lie above all.
+        ids = features.values().long() & LARGEST_ID
+        rows_per_shard = self._rows_per_shard[feature]
+        shard = (ids // rows_per_shard).clamp_(max=self.group.size() - 1)
+        ids -= shard * rows_per_shard
+        key = torch.add(cell, self._shifts[feature, shard], alpha=num_samples)
+        in_order, order = key.sort(stable=True)
+        cells = torch.arange(num_blocks * num_samples + 1, dtype=torch.int32, device=self.device)
+        ends = torch.searchsorted(in_order, cells)
+        of_blocks = ends[::num_samples].diff()
+        columns = [x[order] for x in (ids, *self._columns(features, batch, cell))]
+        sizes = torch.cat([of_blocks, of_blocks.new_full((1,), num_samples)])[self._sizes]
+        counts = None
+        if self._has_positions:
+            counts = ends.diff().int().view(num_blocks, num_samples)[self._staying_blocks]
+        return _Sizes(
+            self,
+            features,
+            [self._order(of_group, features, key) for of_group in self.groups],
+            of_blocks,
+            sizes,
+            counts,
+            torch.stack(columns, dim=1),
+        )
+
+    def _select(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The features of a ``batch``, in the order of ``features``."""
+        keys, counts = batch.keys(), batch.length_per_key()
+        order = [keys.index(of.key) for of in self.features]
+        weights = batch.weights().split(counts) if self._has_weights else None
+        values, lengths = batch.values().split(counts), batch.lengths().view(len(keys), -1).unbind()
+        return KeyedJaggedTensor(
+            [of.name for of in self.features],
+            torch.cat([values[i] for i in order]),
+            torch.cat([weights[i] for i in order]) if weights else None,
+            lengths=torch.cat([lengths[i] for i in order]),
+            stride=batch.stride(),
+            length_per_key=[counts[i] for i in order],
+        )
+
+    def _order(
+        self, of_group: list[Feature], features: KeyedJaggedTensor, key: Tensor
+    ) -> Tensor | None:
+        """Where rows that come back in the order of ``key`` lie, for those of a group."""
+        if len(of_group) == 1 and len(of_group[0].owners) == 1:
+            return None
+        at = self.features.index(of_group[0])
+        counts = features.length_per_key()
+        first = sum(counts[:at])
+        of_rows = key[first : first + sum(counts[at : at + len(of_group)])]
+        sent = of_rows.argsort(stable=True)
+        return torch.empty_like(sent).scatter_(0, sent, torch.arange(len(sent), device=sent.device))
+
+    def _columns(
+        self, features: KeyedJaggedTensor, batch: KeyedJaggedTensor, cell: Tensor
+    ) -> list[Tensor]:
+        """What is sent besides ids, ``[N]`` int64 each."""
+        if not self._has_positions:
+            return []
+        device = cell.device
+        ends = features.offsets()[1:].long()
+        columns = [torch.arange(cell.numel(), device=device) - ends[cell]]
+        if self._has_ages:
+            ages, first = torch.zeros_like(columns[0]), 0
+            counts = features.length_per_key()
+            for i, (of, count) in enumerate(zip(self.features, counts, strict=True)):
+                if of.history is not None and of.history.has_ages:
+                    sample = cell[first : first + count] - i * features.stride()
+                    ages[first : first + count] = _ages(batch, of.history, sample)
+                first += count
+            columns.append(ages)
+        if self._has_weights:
+            columns.append(features.weights().detach().double().view(torch.int64))
+        return columns
+
+    def finish(
+        self,
+        sizes: _Sizes,
+        lengths: Tensor | None,
+        columns: Tensor,
+        of_blocks: list[int],
+        of_homes: list[list[int]],
+    ) -> Received:
+        """Sort what has come by features."""
+        names = [of.name for of in self.local]
+        rows_of_homes = [dict(zip(names, of_home[:-1], strict=True)) for of_home in of_homes]
+        samples = [of_home[-1] for of_home in of_homes]
+        chunks = [count for of_home in of_homes for count in of_home[:-1]]
+
+        def by_feature(column: Tensor) -> dict[str, list[Tensor]]:
+            pieces = column.split(chunks)
+            return {name: [*pieces[i :: len(names)]] for i, name in enumerate(names)}
+
+        of_columns = [by_feature(column) for column in columns.unbind(1)]
+        lookups: dict[int, list[str]] = {of.lookup: [] for of in self.features}
+        for of in self.local:
+            lookups[of.lookup].append(of.name)
+        keys = {of.name: of.key for of in self.local}
+        ids = {
+            lookup: _bags(
+                [keys[name] for name in of_lookup],
+                [of_columns[0][name] for name in of_lookup],
+                columns,
+            )
+            for lookup, of_lookup in lookups.items()
+        }
+        staying = [of.name for of in self.local if of.stays]
+        owned = {}
+        if lengths is not None:
+            of_samples = lengths.split([n for n in samples for _ in staying])
+            for of in self.features:
+                if of.history is None or not of.stays:
+                    continue
+                if of.name not in staying:  # this rank has no part of the table
+                    none, empty = lengths.new_zeros(sum(samples)).long(), columns.new_empty(0)
+                    pieces = [[empty] for _ in of_columns]
+                else:
+                    at = staying.index(of.name)
+                    none = torch.cat(of_samples[at :: len(staying)]).long()
+                    pieces = [column[of.name] for column in of_columns]
+                has_ages, has_weights = of.history.has_ages, of.history.has_weights
+                owned[of.name] = OwnedIds(
+                    none,
+                    positions=torch.cat(pieces[1]),
+                    ages=torch.cat(pieces[2]) if has_ages else None,
+                    prior_weights=torch.cat(pieces[-1]).view(torch.float64).float()
+                    if has_weights
+                    else None,
+                )
+        counts = iter(of_blocks)
+        return Received(
+            sizes.features,
+            sizes.orders,
+            ids,
+            owned,
+            [{of.name: next(counts) for of in of_rank} for of_rank in self._of_ranks],
+            rows_of_homes,
+            samples,
+        )
+
+
+def _bags(keys: list[str], pieces: list[list[Tensor]], columns: Tensor) -> KeyedJaggedTensor:
+    """Ids of features as one bag each, since rows are not pooled."""
+    ids = torch.cat([columns.new_empty(0), *itertools.chain(*pieces)])
+    counts = [sum(piece.numel() for piece in of_feature) for of_feature in pieces]
+    # From pinned memory: a copy from any other waits for the device.
+    offsets = torch.tensor([0, *itertools.accumulate(counts)], pin_memory=ids.is_cuda)
+    offsets = offsets.to(ids.device, non_blocking=True)
+    return KeyedJaggedTensor(keys, ids, offsets=offsets, stride=1, length_per_key=counts)
+
+
+def _ages(batch: KeyedJaggedTensor, of: HistoryFeatures, sample: Tensor) -> Tensor:
+    """``[N]`` int64: at the time of the request, or else of the newest row. Zero of what is newer,
+    the largest number of what int64 does not hold.
+    """
+    history, timestamps = batch[of.feature], batch[of.timestamps]
+    check_equal_lengths(timestamps, of.timestamps, history, of.feature)
+    times = timestamps.values().long()
+    if of.request_time:
+        request_time = batch[of.request_time]
+        if sample.numel() > 0:  # the replacement of a batch without samples has no time
+            check_single_rows([request_time], [of.request_time], "request_time", "integer")
+        references = request_time.values().long()[sample]
+    else:
+        references = times[(history.offsets()[1:] - 1)[sample]]
+    ages = references - times
+    ages.masked_fill_(ages < 0, LARGEST)
+    return ages.masked_fill_(times > references, 0)
+
+
+class _Sizes(Awaitable["_Ids"]):
+    """Sizes on their way. A pipeline waits for them one step before their ids are needed."""
+
+    def __init__(
+        self,
+        exchange: IdExchange,
+        features: KeyedJaggedTensor,
+        orders: list[Tensor | None],
+        of_blocks: Tensor,
+        sizes: Tensor,
+        lengths: Tensor | None,
+        columns: Tensor,
+    ) -> None:
+        super().__init__()
+        self.exchange, self.features, self.orders = exchange, features, orders
+        self.of_blocks, self.lengths, self.columns = of_blocks, lengths, columns
+        group = exchange.group
+        sent = exchange.sizes_per_rank
+        received = [len(exchange.local) + 1] * group.size()
+        self._received = sizes.new_empty(sum(received))
+        self._sent = sizes
+        self._work: Any = dist.all_to_all_single(
+            self._received, sizes, received, sent, group=group, async_op=True
+        )
+
+    def _wait_impl(self) -> _Ids:
+        self._work.wait()
+        numbers = torch.cat([self._received, self.of_blocks]).tolist()
+        width = len(self.exchange.local) + 1
+        count = self._received.numel()
+        of_homes = [numbers[i : i + width] for i in range(0, count, width)]
+        return _Ids(self, of_homes, numbers[count:])
+
+
+class _Ids(Awaitable[Received]):
+    """Ids on their way."""
+
+    def __init__(self, sizes: _Sizes, of_homes: list[list[int]], of_blocks: list[int]) -> None:
+        super().__init__()
+        self._sizes, self._of_homes, self._of_blocks = sizes, of_homes, of_blocks
+        exchange, counts = sizes.exchange, iter(of_blocks)
+        sent = [sum(itertools.islice(counts, n - 1)) for n in exchange.sizes_per_rank]
+        self._columns, work = self._start(sizes.columns, [sum(x[:-1]) for x in of_homes], sent)
+        self._works = [work]
+        self._lengths = None
+        if sizes.lengths is not None:
+            num_samples, own = sizes.features.stride(), sum(of.stays for of in exchange.local)
+            self._lengths, work = self._start(
+                sizes.lengths.flatten(),
+                [x[-1] * own for x in of_homes],
+                [num_samples * n for n in exchange.staying_per_rank],
+            )
+            self._works.append(work)
+
+    def _start(self, x: Tensor, received: list[int], sent: list[int]) -> tuple[Tensor, Any]:
+        out = x.new_empty(sum(received), *x.shape[1:])
+        group = self._sizes.exchange.group
+        return out, dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
+
+    def _wait_impl(self) -> Received:
+        for work in self._works:
+            work.wait()
+        return self._sizes.exchange.finish(
+            self._sizes, self._lengths, self._columns, self._of_blocks, self._of_homes
+        )

@@ -1,0 +1,605 @@
+"""Everything after the lookups of a ``TargetAttentionEmbeddingBagCollection``."""
+
+# torch.jit.script reads annotations, so they are no strings here.
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
+from torchrec.distributed.types import Awaitable
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_jagged_attn.collection.batch_checks import (
+    check_bags,
+    check_equal_lengths,
+    check_history_weights,
+    check_single_rows,
+    of_each_sample,
+)
+from torchrec_jagged_attn.collection.config import TargetAttentionConfig, find_feature, looked_up
+from torchrec_jagged_attn.collection.id_exchange import HistoryFeatures
+from torchrec_jagged_attn.collection.requests import repeat_per_candidate
+from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
+from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
+from torchrec_jagged_attn.modules.target_attention_arguments import (
+    check_codes,
+    check_target_heads,
+    packed_codes_of,
+)
+
+__all__ = ["TargetAttentionPooling"]
+
+
+class _Source(NamedTuple):
+    """Where rows of a sequence come from, and the column that they end in.
+
+    Attributes:
+        feature: key of the KeyedJaggedTensor.
+        key: of the output.
+        width: of the rows.
+        lookup: number of the EmbeddingCollection.
+        name: what that one calls the feature.
+    """
+
+    feature: str
+    key: str
+    width: int
+    lookup: int
+    name: str
+
+
+class _Attention(NamedTuple):
+    """What one attention reads, and where it goes.
+
+    Attributes:
+        targets: whose rows are looked up.
+        histories: likewise; none where they come as codes.
+        features: keys of the KeyedJaggedTensor that the history has.
+        keys: of the output.
+        width: of all these.
+        encoder_heads: heads of its encoder layers.
+        num_bytes: of a row of codes; 0 where rows are looked up.
+        timestamps: key of the KeyedJaggedTensor, empty if there are none.
+        request_time: likewise.
+        takes_indices: whether it supports gather indices.
+        user_key: of the user embedding; empty without one.
+    """
+
+    targets: list[_Source]
+    histories: list[_Source]
+    features: list[str]
+    keys: list[str]
+    width: int
+    encoder_heads: int
+    num_bytes: int
+    timestamps: str
+    request_time: str
+    takes_indices: bool
+    user_key: str
+
+
+class _Encoder(nn.Sequential):
+    """Encoder layers, one after the other; of none, rows stay as they are."""
+
+    def forward(self, history: JaggedTensor, prior_weights: Tensor | None = None) -> JaggedTensor:
+        for layer in self:
+            history = layer(history, prior_weights)
+        return history
+
+
+class _Slice(NamedTuple):
+    """Columns of one of several tensors."""
+
+    block: int
+    begin: int
+    width: int
+    is_whole: bool
+
+
+class TargetAttentionPooling(nn.Module):
+    """Pools what was looked up: histories by attention, other sequences by sum or mean.
+
+    A module of its own, with no sharded child, is a leaf for TorchRec's tracers: what branches on
+    the batch must be in here for the lookups to be pipelined.
+
+    Args:
+        tables: all of them, in the order of the output.
+        sequence_tables: those of each EmbeddingCollection.
+        bag_tables: those of the EmbeddingBagCollection.
+        attentions: as the collection's.
+        is_weighted: as the collection's.
+        candidates: keys of a KeyedJaggedTensor with an id for each candidate of a sample, none
+            where each sample is one candidate.
+        singles: keys with exactly one id in each sample, where they are looked up as sequences.
+        device: of the parameters.
+    """
+
+    # torch.jit.script infers neither records nor what empty lists hold.
+    _targets: list[_Source]
+    _singles: list[_Source]
+    _attentions: list[_Attention]
+    _pooled: list[tuple[list[_Source], str]]
+    _slices: list[_Slice]
+    _bags: list[str]
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        sequence_tables: list[list[EmbeddingBagConfig]],
+        bag_tables: list[EmbeddingBagConfig],
+        attentions: list[TargetAttentionConfig],
+        is_weighted: bool,
+        candidates: list[str],
+        singles: list[str],
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        keys = _names(tables)
+        sources = _sources(sequence_tables, keys)
+        widths = {
+            keys[table.name, name]: table.embedding_dim
+            for table in tables
+            for name in table.feature_names
+        }
+        for config in attentions:
+            if config.history_codes is not None:
+                _check_is_new("history", config.histories[0], widths)
+                widths[config.histories[0]] = check_codes(config.history_codes, None)
+        self._is_weighted, self._is_of_requests = is_weighted, bool(candidates)
+        self._attentions = [_attention(config, tables, sources) for config in attentions]
+        self._num_lookups = len(sequence_tables)
+        for attention in self._attentions:
+            if attention.user_key:
+                _check_is_new("user_embedding", attention.user_key, widths)
+                widths[attention.user_key] = attention.width
+        self._keys, self._widths = list(widths), list(widths.values())
+        targets = {
+            source.key: source for attention in self._attentions for source in attention.targets
+        }
+        targets |= {
+            source.key: source for source in sources.values() if source.feature in candidates
+        }
+        histories = {source.key for attention in self._attentions for source in attention.histories}
+        self._targets = list(targets.values())
+        self._singles = [source for source in sources.values() if source.feature in singles]
+        modes = {table.name: pooling_type_to_str(table.pooling) for table in tables}
+        pooled: dict[tuple[int, str], list[_Source]] = {}
+        for (table, _), source in sources.items():
+            is_pooled = source.key not in targets and source.key not in histories
+            if is_pooled and source.feature not in singles:
+                pooled.setdefault((source.lookup, modes[table]), []).append(source)
+        self._pooled = [(of_mode, mode) for (_, mode), of_mode in pooled.items()]
+        bags = {name: keys[feature] for feature, name in _names(bag_tables).items()}
+        self._bags = list(bags)
+        # The keys of the tensors that forward makes, in its order.
+        of_candidates = [
+            *([source.key] for source in self._targets),
+            *(attention.keys for attention in self._attentions),
+        ]
+        of_samples = [
+            *([source.key] for source in self._singles),
+            *([source.key for source in of_mode] for of_mode, _ in self._pooled),
+            *([x.user_key] for x in self._attentions if x.user_key),
+            list(bags.values()),
+        ]
+        if candidates:
+            of_samples = [list(itertools.chain.from_iterable(of_samples))]
+        blocks = [*of_candidates, *of_samples]
+        self._slices = _slices(widths, blocks)
+
+        self.encoders = nn.ModuleList(
+            _encoder(config, attention, device)
+            for config, attention in zip(attentions, self._attentions, strict=True)
+        )
+        self.attentions = nn.ModuleList(
+            JaggedTargetAttention(
+                attention.width,
+                config.num_heads,
+                target_dim=_width(attention.targets),
+                recency_bias=config.recency_bias,
+                age_bias=config.timestamps is not None,
+                init=config.init,
+                score=config.score,
+                value_projection=config.value_projection,
+                row_dropout=config.row_dropout,
+                dropout=config.dropout,
+                history_codes=config.history_codes,
+                device=device,
+            )
+            for config, attention in zip(attentions, self._attentions, strict=True)
+        )
+
+    def forward(
+        self,
+        features: KeyedJaggedTensor,
+        sequences: list[dict[str, JaggedTensor]],
+        bags: KeyedTensor | None,
+        indices: dict[str, Tensor] | None = None,
+        keep_dtype: bool = False,
+        is_empty: bool = False,
+    ) -> KeyedTensor:
+        """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'; of
+        requests ``[ΣT, sum of widths]``.
+
+        Args:
+            features: what was looked up.
+            sequences: of each EmbeddingCollection.
+            bags: of the EmbeddingBagCollection, if there is one.
+            indices: ``[N]`` of histories that are read by index, by their keys of the output. Their
+                sequences have values ``[U, D]``.
+            keep_dtype: whether the output has the dtype of the sequences.
+            is_empty: whether there is no sample, where ``bags`` have one. They are waited for at
+                the same point on all ranks, or the exchanges of backward would be out of order.
+        """
+        looked_up = [_rows(x, sequences) for x in self._targets]
+        candidates = looked_up[0]
+        names = [x.feature for x in self._targets]
+        if self._is_of_requests:
+            rows = _rows_of_candidates(looked_up, names)
+        else:
+            rows = _single_rows(looked_up, names, "target")
+        targets: dict[str, Tensor] = {}
+        blocks: list[Tensor] = []
+        for i, x in enumerate(self._targets):
+            targets[x.key] = rows[i]
+            weighted = rows[i]
+            if self._is_weighted:
+                weighted = weighted * _weights(features, x.feature).unsqueeze(1)
+            blocks.append(weighted)
+        # First, since queries are sent meanwhile where rows stay.
+        users: list[Tensor] = []
+        for i, (encode, attend) in enumerate(zip(self.encoders, self.attentions)):  # noqa: B905
+            attention = self._attentions[i]
+            keys = attention.features
+            if attention.num_bytes > 0:
+                history = _codes(features, keys, attention.num_bytes)
+            else:
+                history = _side_by_side([_rows(x, sequences) for x in attention.histories], keys)
+            reference = history
+            gathered: Tensor | None = None
+            if indices is not None and attention.keys[0] in indices:
+                gathered = indices[attention.keys[0]]
+                reference = _of_samples(gathered, history)
+            timestamps: Tensor | None = None
+            if attention.timestamps != "":
+                timestamps = _timestamps(features, attention.timestamps, reference, keys[0])
+            request_time: Tensor | None = None
+            if attention.request_time != "":
+                request_time = _request_time(features, attention.request_time)
+            weights: Tensor | None = None
+            if self._is_weighted:
+                weights = _prior_weights(features, keys[0])
+            history = encode(history, weights)
+            target: Tensor | JaggedTensor = _join([targets[x.key] for x in attention.targets])
+            if self._is_of_requests:
+                target = _of_samples(_join([targets[x.key] for x in attention.targets]), candidates)
+            pooled_history = attend(
+                target, history, timestamps, weights, indices=gathered, request_time=request_time
+            )
+            blocks.append(pooled_history)
+            if attention.user_key != "":
+                users.append(_newest_rows(history))
+        singles = [_rows(x, sequences) for x in self._singles]
+        names = [x.feature for x in self._singles]
+        rows = _single_rows(singles, names, "single_id_features")
+        of_samples: list[Tensor] = []
+        for i, x in enumerate(self._singles):
+            single = rows[i]
+            if self._is_weighted:
+                single = (single * _weights(features, x.feature).unsqueeze(1)).to(single.dtype)
+            of_samples.append(single)
+        for of_mode, mode in self._pooled:
+            pooled_weights: list[Tensor] | None = None
+            if self._is_weighted:
+                pooled_weights = [_weights(features, x.feature) for x in of_mode]
+            pooled = [_rows(x, sequences) for x in of_mode]
+            of_samples.append(_segment_reduce(pooled, pooled_weights, mode))
+        of_samples = of_samples + users
+        blocks = _waited_for(blocks)
+        # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
+        if bags is not None:
+            of_bags = _in_order(bags, self._bags)
+            of_samples.append(of_bags[:0] if is_empty else of_bags)
+        if self._is_of_requests and len(of_samples) > 0:
+            of_samples = [repeat_per_candidate(_join(of_samples), candidates)]
+        blocks = blocks + of_samples
+        values = _join([_columns(blocks[x.block], x) for x in self._slices])
+        if keep_dtype:
+            values = values.to(candidates.values().dtype)
+        return KeyedTensor(keys=self._keys, length_per_key=self._widths, values=values)
+
+    def histories(self) -> list[dict[str, HistoryFeatures]]:
+        """The histories of each lookup, by what it calls their rows."""
+        histories: list[dict[str, HistoryFeatures]] = [{} for _ in range(self._num_lookups)]
+        for attention in self._attentions:
+            stays = attention.takes_indices and len(attention.histories) == 1
+            for source in attention.histories:
+                histories[source.lookup][source.name] = HistoryFeatures(
+                    source.feature,
+                    stays,
+                    attention.timestamps,
+                    attention.request_time,
+                    self._is_weighted,
+                )
+        return histories
+
+    def histories_by_index(self) -> list[dict[str, str]]:
+        """The histories that may be read by index: of each lookup their keys of the output, by what
+        the lookup calls them.
+        """
+        keys: list[dict[str, str]] = [{} for _ in range(self._num_lookups)]
+        for attention in self._attentions:
+            if attention.takes_indices and len(attention.histories) == 1:
+                (source,) = attention.histories
+                keys[source.lookup][source.name] = source.key
+        return keys
+
+
+def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
+    """What a lookup of ``tables`` calls each table's feature: ``feature@table`` where several of
+    them hold it.
+    """
+    return {
+        (table.name, feature): name
+        for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True)
+        for feature, name in zip(table.feature_names, names, strict=True)
+    }
+
+
+def _rows(source: _Source, sequences: list[dict[str, JaggedTensor]]) -> JaggedTensor:
+    """Those of ``source``, among what all lookups give."""
+    return sequences[source.lookup][source.name]
+
+
+def _sources(
+    sequence_tables: list[list[EmbeddingBagConfig]], keys: dict[tuple[str, str], str]
+) -> dict[tuple[str, str], _Source]:
+    """Where the rows of each table's feature come from; ``keys`` are those of the output."""
+    sources = {}
+    for lookup, tables in enumerate(sequence_tables):
+        widths = {table.name: table.embedding_dim for table in tables}
+        for (table, feature), name in _names(tables).items():
+            key = keys[table, feature]
+            sources[table, feature] = _Source(feature, key, widths[table], lookup, name)
+    return sources
+
+
+def _attention(
+    config: TargetAttentionConfig,
+    tables: list[EmbeddingBagConfig],
+    sources: dict[tuple[str, str], _Source],
+) -> _Attention:
+    targets, histories = (
+        [
+            sources[table.name, feature]
+            for table, feature in (find_feature(argument, name, tables) for name in names)
+        ]
+        for argument, names in (("target", config.targets), ("history", looked_up(config)))
+    )
+    has_user = config.encoder is not None and config.encoder.user_embedding
+    user_key = f"user@{histories[0].key}" if has_user else ""
+    takes_indices = config.encoder is None
+    if config.history_codes is None:
+        features, keys = [x.feature for x in histories], [x.key for x in histories]
+        width, num_bytes = _width(histories), 0
+    else:
+        features, keys = config.histories, config.histories[:1]
+        width = check_codes(config.history_codes, None)
+        num_bytes = packed_codes_of(config.history_codes).num_bytes
+    encoder_heads = config.num_heads
+    if encoder_heads is None:
+        encoder_heads = min(4, check_target_heads(None, width))
+    return _Attention(
+        targets, histories, features, keys, width, encoder_heads, num_bytes,
+        config.timestamps or "", config.request_time or "", takes_indices, user_key,
+    )  # fmt: skip
+
+
+def _encoder(
+    config: TargetAttentionConfig, attention: _Attention, device: torch.device | None
+) -> _Encoder:
+    encoder = config.encoder
+    if encoder is None:
+        return _Encoder()
+    return _Encoder(
+        *(
+            HistoryEncoderLayer(
+                attention.width,
+                attention.encoder_heads,
+                dropout=encoder.dropout,
+                causal=encoder.causal,
+                window=encoder.window,
+                recency_bias=config.recency_bias,
+                row_dropout=config.row_dropout,
+                attention_dropout=config.dropout,
+                device=device,
+            )
+            for _ in range(encoder.num_layers)
+        )
+    )
+
+
+def _check_is_new(argument: str, key: str, keys: dict[str, int]) -> None:
+    if key in keys:
+        raise ValueError(
+            f"{argument} must make a key that no feature has in the output, got {key!r}"
+        )
+
+
+def _width(sources: list[_Source]) -> int:
+    return sum(source.width for source in sources)
+
+
+def _columns(block: Tensor, of: _Slice) -> Tensor:
+    return block if of.is_whole else block.narrow(1, of.begin, of.width)
+
+
+def _slices(widths: dict[str, int], blocks: list[list[str]]) -> list[_Slice]:
+    """Where columns of the output lie, from left to right, and as few slices as there can be.
+
+    Args:
+        widths: of all keys, in the order of the output.
+        blocks: the keys of each tensor, in its own order.
+    """
+    begins = {}
+    for block, keys in enumerate(blocks):
+        ends = itertools.accumulate(widths[key] for key in keys)
+        begins |= {key: (block, end - widths[key]) for key, end in zip(keys, ends, strict=True)}
+    of_blocks = [sum(widths[key] for key in keys) for keys in blocks]
+    slices: list[_Slice] = []
+    for key, width in widths.items():
+        block, begin = begins[key]
+        if slices and slices[-1].block == block and sum(slices[-1][1:3]) == begin:
+            begin, width = slices[-1].begin, slices.pop().width + width
+        slices.append(_Slice(block, begin, width, width == of_blocks[block]))
+    return slices
+
+
+def _join(tensors: list[Tensor], dim: int = 1) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
+
+
+# What branches on the batch is a leaf for FX. torch.jit.script compiles these, but not the checks.
+
+
+@torch.fx.wrap
+def _single_rows(sequences: list[JaggedTensor], names: list[str], argument: str) -> list[Tensor]:
+    """``[B, D]`` rows of each feature: as they are, since each sample has one."""
+    if not is_scripting():
+        check_single_rows(sequences, names, argument)
+    return [sequence.values() for sequence in sequences]
+
+
+@torch.fx.wrap
+def _rows_of_candidates(sequences: list[JaggedTensor], names: list[str]) -> list[Tensor]:
+    """``[ΣT, D]`` rows of each feature of candidates."""
+    if not is_scripting():
+        for sequence, name in zip(sequences[1:], names[1:], strict=True):
+            check_equal_lengths(sequence, name, sequences[0], names[0])
+    return [sequence.values() for sequence in sequences]
+
+
+@torch.fx.wrap
+def _of_samples(rows: Tensor, like: JaggedTensor) -> JaggedTensor:
+    """``rows`` as those of ``like`` are divided among samples."""
+    return JaggedTensor(rows, lengths=like.lengths(), offsets=like.offsets())
+
+
+@torch.fx.wrap
+def _segment_reduce(
+    sequences: list[JaggedTensor], weights: list[Tensor] | None, mode: str
+) -> Tensor:
+    """``[B, F D]`` sum or mean of each sample's rows in ``F`` sequences, zero for none.
+
+    As FBGEMM takes it: added up in fp32 and rounded to the dtype of the rows, and the mean of
+    weighted rows is divided by their number.
+    """
+    looked_up = _join([sequence.values() for sequence in sequences], 0)
+    rows = looked_up.float()
+    if weights is not None:
+        rows = rows * _join(weights, 0).unsqueeze(1)
+    lengths = _join([sequence.lengths() for sequence in sequences], 0)
+    reduced = torch.segment_reduce(rows, mode, lengths=lengths, initial=0, unsafe=True)
+    by_sample = reduced.view(len(sequences), -1, rows.shape[1]).transpose(0, 1)
+    return by_sample.to(looked_up.dtype, memory_format=torch.contiguous_format).flatten(1)
+
+
+@torch.fx.wrap
+def _in_order(bags: KeyedTensor, names: list[str]) -> Tensor:
+    """``[B, sum of widths]`` of all bags; sharded in several ways, they come in another order."""
+    if not is_scripting():
+        check_bags(bags)
+    if bags.keys() == names:
+        return bags.values()
+    columns = bags.to_dict()
+    return torch.cat([columns[name] for name in names], dim=1)
+
+
+@torch.fx.wrap
+def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTensor:
+    """The rows of equally long sequences, concatenated to ``[N, sum of widths]``."""
+    first = sequences[0]
+    if len(sequences) == 1:
+        return first
+    if not is_scripting():
+        for sequence, name in zip(sequences, names, strict=True):
+            check_equal_lengths(sequence, name, first, names[0])
+    return _of_samples(torch.cat([sequence.values() for sequence in sequences], dim=1), first)
+
+
+@torch.fx.wrap
+def _codes(features: KeyedJaggedTensor, names: list[str], num_bytes: int) -> JaggedTensor:
+    """``[N, num_bytes]`` uint8: the first bytes of the words of ``names``."""
+    words: list[JaggedTensor] = []
+    for name in names:
+        words.append(features[name] if is_scripting() else of_each_sample(features, name))
+    history = _side_by_side(
+        [_of_samples(word.values().unsqueeze(1), word) for word in words], names
+    )
+    rows = history.values()
+    if is_scripting():  # which knows no view of other numbers
+        shifts = 8 * torch.arange(8, device=rows.device)
+        bytes_of = torch.bitwise_right_shift(rows.unsqueeze(2), shifts).to(torch.uint8).flatten(1)
+        return _of_samples(bytes_of[:, :num_bytes], history)
+    if rows.dtype != torch.int64:
+        raise TypeError(f"codes of {names} must be int64, got {rows.dtype}")
+    return _of_samples(rows.contiguous().view(torch.uint8)[:, :num_bytes], history)
+
+
+@torch.fx.wrap
+def _waited_for(blocks: list[Tensor]) -> list[Tensor]:
+    """All of ``blocks``, of which attention over rows that stay is yet to be waited for."""
+    if not is_scripting():
+        return [x.wait() if isinstance(x, Awaitable) else x for x in blocks]
+    return blocks
+
+
+@torch.fx.wrap
+def _newest_rows(history: JaggedTensor) -> Tensor:
+    """``[B, E]``: the last row of each history, zeros of one that is empty."""
+    rows, offsets = history.values(), history.offsets()
+    is_empty = offsets[1:] == offsets[:-1]
+    padded = torch.cat([rows.new_zeros(1, rows.shape[1]), rows])
+    return padded.index_select(0, offsets[1:].masked_fill(is_empty, 0))
+
+
+@torch.fx.wrap
+def _timestamps(
+    features: KeyedJaggedTensor, name: str, history: JaggedTensor, history_name: str
+) -> Tensor:
+    """``[N]`` times of the rows of ``history``."""
+    if is_scripting():
+        return features[name].values()
+    timestamps = of_each_sample(features, name)
+    check_equal_lengths(timestamps, name, history, history_name)
+    return timestamps.values()
+
+
+@torch.fx.wrap
+def _request_time(features: KeyedJaggedTensor, name: str) -> Tensor:
+    """``[B]``, when each sample is scored."""
+    if is_scripting():
+        return features[name].values()
+    times = of_each_sample(features, name)
+    check_single_rows([times], [name], "request_time", "integer")
+    return times.values()
+
+
+@torch.fx.wrap
+def _weights(features: KeyedJaggedTensor, name: str) -> Tensor:
+    """``[N]`` weights of the rows of ``name``."""
+    if is_scripting():
+        return features[name].weights()
+    return of_each_sample(features, name).weights()
+
+
+@torch.fx.wrap
+def _prior_weights(features: KeyedJaggedTensor, name: str) -> Tensor:
+    """:func:`_weights` of a history, of rows before they are compared with a target."""
+    weights = _weights(features, name)
+    if not is_scripting():
+        check_history_weights(weights, name)
+    return weights

@@ -1,0 +1,60 @@
+"""Requests: batches whose samples have several candidates, or none."""
+
+# FX and torch.jit.script read annotations, so they are no strings here.
+import torch
+from torch import Tensor
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from torchrec_jagged_attn.checks import check_float, check_shape
+from torchrec_jagged_attn.interaction.api import jagged_dense_add
+from torchrec_jagged_attn.interaction.gradients import jagged_dense_add as add_op
+
+__all__ = ["repeat_per_candidate"]
+
+
+def repeat_per_candidate(rows: Tensor, candidates: JaggedTensor) -> Tensor:
+    r"""Repeat each request's row for each of its candidates: :math:`out_n = rows_{b(n)}`.
+
+    On CUDA the host does not wait: the number of candidates is that of the values. The gradient
+    adds up a request's candidates in one order.
+
+    Args:
+        rows: ``[B, D]`` of requests, such as their dense features. fp32, bf16 or fp16 (on CPU also
+            fp64).
+        candidates: of ``B`` requests: ids of a target, or their embeddings. Their number and
+            lengths alone are read.
+
+    Returns:
+        ``[ΣT, D]``, in the dtype of ``rows``.
+
+    Raises:
+        TypeError: ``rows`` are of another dtype.
+        ValueError: ``rows`` are not as many as the requests of ``candidates``.
+
+    Example:
+        >>> dense = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        >>> item = JaggedTensor(torch.tensor([7, 8, 9]), lengths=torch.tensor([2, 0, 1]))
+        >>> repeat_per_candidate(dense, item)
+        tensor([[1., 2.],
+                [1., 2.],
+                [5., 6.]])
+    """
+    return _repeat(rows, candidates)
+
+
+_add = add_op.overloadpacket  # torch.jit.script takes the packet of an op, not its overloads
+
+
+@torch.fx.wrap  # a leaf for FX, which sees it wherever the function above is called
+def _repeat(rows: Tensor, candidates: JaggedTensor) -> Tensor:
+    if not is_scripting() and not isinstance(candidates, JaggedTensor):
+        raise TypeError(f"candidates must be a JaggedTensor, got a {type(candidates).__name__}")
+    offsets = candidates.offsets()
+    if not is_scripting():
+        check_float(rows, "rows")
+        check_shape(rows, "rows", "[B, D]", (offsets.numel() - 1, None))
+    zeros = rows.new_zeros((candidates.values().shape[0], rows.shape[1]))
+    if is_scripting():
+        return _add(zeros, rows, offsets)
+    return jagged_dense_add(zeros, rows, offsets)

@@ -1,1 +1,0 @@
-"""What runs on a CPU: plain PyTorch, and attention in C++ where that can be built."""

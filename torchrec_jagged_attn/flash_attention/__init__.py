@@ -1,0 +1,1 @@
+"""Jagged flash attention: as many queries as keys, self and cross."""

@@ -1,0 +1,295 @@
+"""``jagged_flash_attention``: multi-head attention within each sample."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.attention.prior_weights import bias_gradient, bias_or_prior_weights
+from torchrec_jagged_attn.checks import (
+    check_biases,
+    check_bool,
+    check_finite,
+    check_float,
+    check_number,
+    check_offsets_metadata,
+    check_same,
+    check_shape,
+    check_width,
+    check_window,
+)
+from torchrec_jagged_attn.devices import implementation_of
+from torchrec_jagged_attn.flash_attention import cpu
+from torchrec_jagged_attn.flash_attention.arguments import (
+    FlashArguments,
+    FlashGradients,
+    FlashOutputs,
+)
+from torchrec_jagged_attn.flash_attention.kernels import attention as kernels
+from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.runtime.autocast import cast_as_products
+from torchrec_jagged_attn.runtime.flops import attention_flops, pairs_of
+from torchrec_jagged_attn.runtime.registration import register_op
+
+__all__ = ["flash_attention", "jagged_flash_attention"]
+
+
+@overload
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    request_time: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    row_dropout: float = 0.0,
+    dropout: float = 0.0,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    request_time: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    row_dropout: float = 0.0,
+    dropout: float = 0.0,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def jagged_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    request_time: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    row_dropout: float = 0.0,
+    dropout: float = 0.0,
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Multi-head attention within each sample of a jagged batch, self or cross.
+
+    For row :math:`i` of a sample's queries and head :math:`h`, over the rows :math:`j` of its keys
+    and values,
+
+    .. math:: out_i = \sum_j p_{ij} v_j, \qquad
+              p_i = \mathrm{softmax}_j(scale \cdot q_i \cdot k_j + bias_{jh}
+              + P_{\beta(position_j), h} + A_{\beta(age_j), h} + \log w_j
+              + R_{\beta(|distance_{ij}|), h})
+
+    A row that sees no key gives zeros. No padding is made, and the work follows the lengths. The
+    first three biases and the prior weights :math:`w_j` are those of
+    :func:`jagged_target_attention`: they belong to a key row, and positions and ages are counted
+    from the last key of the sample, or ages from its ``request_time``. The last bias belongs to the
+    distance between query and key in rows, where both sides end together: :math:`distance_{ij} = (i
+    + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
+
+    One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity can
+    spread as in any attention: a masked key has a weight of zero, and 0 · NaN is NaN.
+
+    Args:
+        q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32
+            rows wider than 256 need a GPU that gives a block 163 KiB of shared memory, as A100 and
+            H100 do; all else, 99 KiB.
+        k: ``[ΣLk, Hk, D]``, dtype of ``q``; ``H`` must be a multiple of ``Hk``, and head ``h`` of
+            ``q`` reads head ``h // (H / Hk)`` of ``k`` and ``v``.
+        v: ``[ΣLk, Hk, Dv]``, dtype of ``q``, ``Dv`` in 1…512.
+        q_offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns query rows ``q_offsets[b]`` to
+            ``q_offsets[b + 1] - 1``.
+        kv_offsets: ``[B + 1]`` int32 or int64, the same for keys and values; by default
+            ``q_offsets``.
+        bias: ``[ΣLk, H]``, any dtype that ``q`` may have, added to the scores of its key; ``-inf``
+            hides it.
+        position_bias: ``[P, H]``, likewise, by the bucket of the key's position from the end.
+        age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
+        timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64; as there.
+        request_time: ``[B]`` in the dtype of ``timestamps``; as there.
+        prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, for all heads; zero hides the key,
+            and so does what is below zero. Their gradient is zero there.
+        relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
+            On a GPU, of up to 2^30 - 129 rows of queries and of keys.
+        row_dropout: the probability that a key is left out, for all queries and heads: as if its
+            prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
+        dropout: the probability that a weight :math:`p_{ij}` of a head is set to zero, as in
+            ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``. The softmax
+            is over all of them, and so is its log-sum-exp. Drawn as ``row_dropout`` is.
+        causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
+            last query sees them all.
+        window: how many keys a row sees at most: the newest of those that ``causal`` lets it see,
+            which ``window`` needs. ``None`` for all.
+        scale: factor of the dot products; ``1/√D`` by default.
+        return_lse: whether to return log-sum-exps, too, by which attention over parts of the keys
+            is merged. They have no gradient.
+
+    Returns:
+        ``[ΣLq, H, Dv]``, in the dtype of ``q``. With ``return_lse``, a pair: that, and ``[ΣLq, H]``
+        fp32, the logarithm of the sum of :math:`e` to the scores; ``-inf`` of a row that sees
+        nothing. Under autocast ``q``, ``k`` and ``v`` are cast to its dtype, as by
+        ``scaled_dot_product_attention``, and the output has it.
+
+    Raises:
+        TypeError: a dtype does not fit, ``window`` is no int, ``scale`` no number, or ``causal`` no
+            bool.
+        ValueError: a shape, a device, ``row_dropout``, ``dropout``, ``window`` or (on CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
+        NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
+
+    Example:
+        >>> x = torch.eye(3).unsqueeze(1)  # 3 rows, H=1, D=3
+        >>> jagged_flash_attention(x, x, x, torch.tensor([0, 1, 3]), scale=0.0).squeeze(1)
+        tensor([[1.0000, 0.0000, 0.0000],
+                [0.0000, 0.5000, 0.5000],
+                [0.0000, 0.5000, 0.5000]])
+
+    Source:
+        Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2; its tiled
+        softmax is that of FlashAttention-2 (https://arxiv.org/abs/2307.08691), Algorithms 1 and 2.
+    """
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    q, k, v = cast_as_products(q, k, v)
+    check_offsets_metadata(q_offsets, "q_offsets")
+    check_offsets_metadata(kv_offsets, "kv_offsets")
+    check_shape(kv_offsets, "kv_offsets", "[B + 1]", (q_offsets.numel(),))
+    check_float(q, "q")
+    check_shape(q, "q", "[ΣLq, H, D]", (None, None, None))
+    check_shape(k, "k", "[ΣLk, Hk, D]", (None, None, q.shape[2]))
+    check_shape(v, "v", "[ΣLk, Hk, Dv]", (k.shape[0], k.shape[1], None))
+    check_width(q.shape[2], "q")
+    check_width(v.shape[2], "v")
+    check_same(q, "q", dtype=True, k=k, v=v)
+    check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
+    biases = Biases(
+        bias, position_bias, age_bias, timestamps, request_time, relative_bias=relative_bias
+    )
+    check_biases(q, "q", k.shape[0], kv_offsets.numel() - 1, biases, prior_weights)
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got {list(q.shape)}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
+        )
+    window = check_window(window, causal)
+    check_bool(return_lse, "return_lse")
+    drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
+    dropped = draw_dropout(drops, q.device) if drops > 0 else None
+    dropped_weights = draw_dropout(drops_weights, q.device) if drops_weights > 0 else None
+    scale = 1 / math.sqrt(q.shape[2]) if scale is None else check_number(scale, "scale")
+    arguments = (
+        q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
+        age_bias, timestamps, request_time, dropped, dropped_weights, relative_bias, causal,
+        window or 0, scale, return_lse,
+    )  # fmt: skip
+    if not return_lse:
+        return _call_flash_attention(*arguments)
+    out, stats = flash_attention(*arguments)
+    maximum, inverse = stats
+    lse = (maximum - torch.log2(inverse)) * math.log(2)
+    return out, lse.masked_fill_(inverse == 0, -torch.inf)
+
+
+def forward(args: FlashArguments) -> FlashOutputs:
+    """Attend; see :class:`FlashArguments`."""
+    check_offsets_values(args.q_offsets, args.q.shape[0], "q_offsets")
+    check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets")
+    if args.bias is not None and args.bias.dim() == 1:
+        check_finite(args.bias, "prior_weights")
+    return implementation_of(args.q, cpu, kernels).forward(args)
+
+
+def _fake(args: FlashArguments) -> FlashOutputs:
+    rows, heads = args.q.shape[:2]
+    stats = args.q.new_empty(2, rows, heads, dtype=torch.float32)
+    return FlashOutputs(args.q.new_empty(rows, heads, args.v.shape[2]), stats)
+
+
+def _backward(
+    grad_out: Tensor, args: FlashArguments, outputs: FlashOutputs, needs: FlashArguments
+) -> FlashGradients:
+    grad_k, grad_v = (x.new_empty(x.shape) for x in (args.k, args.v))
+    return backward(grad_out, args, outputs, grad_k, grad_v, bool(needs.bias))
+
+
+def backward(
+    grad_out: Tensor,
+    args: FlashArguments,
+    outputs: FlashOutputs,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    needs_bias: bool,
+) -> FlashGradients:
+    """Gradients of :func:`forward`, that of ``bias`` if ``needs_bias``.
+
+    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart, as
+    in two halves of one tensor.
+    """
+    of_device = implementation_of(args.q, cpu, kernels)
+    grads = of_device.backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
+    return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
+
+
+def _flops(args: FlashArguments, needs: FlashArguments | None) -> int:
+    q, k = args.q, args.k
+    pairs = pairs_of(
+        args.q_offsets, q.shape[0], args.kv_offsets, k.shape[0],
+        causal=args.causal, window=args.window,
+    )  # fmt: skip
+    widths = q.shape[2], args.v.shape[2]
+    return attention_flops(pairs * q.shape[1], *widths, backward=needs is not None)
+
+
+flash_attention, _call_flash_attention = register_op(
+    "flash_attention",
+    flops=_flops,
+    arguments=FlashArguments,
+    outputs=FlashOutputs,
+    forward=forward,
+    fake=_fake,
+    backward=_backward,
+    non_differentiable=("timestamps", "request_time", "row_dropout", "dropout"),
+    axes=dict.fromkeys(
+        ("q", "k", "v", "q_offsets", "kv_offsets", "bias", "timestamps", "request_time", "out"),
+        0,
+    )
+    | {"stats": 1},
+)

@@ -1,0 +1,488 @@
+"""Backward of jagged flash attention on Hopper, of half precision, in Gluon.
+
+A program stays on its multiprocessor and takes one tile of keys after the other, with all queries
+that see it: five products for each pair of tiles. Two warpgroups have half of the keys each. Scores
+and their gradients lie transposed in their registers, keys by queries, from where they are
+multiplied with the rows of ``grad_out`` and ``q``. A third one has the gradient of queries, to
+which the gradients of scores come through shared memory. At width 128 there are no registers for a
+third one: the two then have half of the width each, one tile of queries behind, so that neither
+waits for what the other has yet to give. One warp does nothing but bring in rows, ahead of them
+all.
+
+Tiles of keys add to a gradient of queries in fp32, in global memory, one after the other, so that
+sums are the same bit for bit. Each waits for its turn, which a fourth role looks out for, and a
+fifth passes on. The last one writes the gradient. Tiles are taken in an order in which a turn has
+come long before it is needed, and the one before has always begun.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.flash_attention.kernels.hopper_forward import scores_by_distance
+from torchrec_jagged_attn.flash_attention.kernels.hopper_prepare import BLOCK_M
+from torchrec_jagged_attn.flash_attention.kernels.hopper_turns import (
+    TILES,
+    Board,
+    KeyTile,
+    Sums,
+    add_slice,
+    await_turns,
+    next_tile,
+    pass_turns,
+    query_tiles,
+)
+from torchrec_jagged_attn.flash_attention.kernels.records import (
+    Constants,
+    Gradients,
+    Inputs,
+    Prepared,
+    Samples,
+)
+from torchrec_jagged_attn.runtime.kernels.gluon import (
+    WG_ROWS,
+    as_operand,
+    tell,
+    wait_for_last_kernel,
+)
+from torchrec_jagged_attn.runtime.kernels.tile_list import FIELDS
+from torchrec_jagged_attn.runtime.kernels.tma import (
+    Descriptor,
+    Ring,
+    copy_out,
+    fill,
+    give,
+    jagged_rows,
+    make_barriers,
+    make_ring,
+    read,
+    release,
+    rows,
+    wait_empty,
+    wait_full,
+)
+from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
+
+__all__ = ["BLOCK_N", "backward"]
+
+BLOCK_N = 128  # keys of a tile
+WEIGHT_STAGES = gl.constexpr(2)  # gradients of scores in shared memory
+TURN_STAGES = gl.constexpr(4)  # tiles of queries whose turn is known ahead
+
+
+class Descriptors(NamedTuple):
+    """Of what is read; ``stats`` are ``row_stats`` of ``hopper_prepare.py``."""
+
+    q: Any
+    k: Any
+    v: Any
+    grad_out: Any
+    stats: Any
+
+
+class Rings(NamedTuple):
+    """Rings of what is read; ``stats`` come with ``q``, and have no barriers of their own."""
+
+    q: Any
+    stats: Any
+    k: Any
+    v: Any
+    grad_out: Any
+
+
+@gluon.jit
+def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constexpr):
+    """What one warp does: take tiles from the list, and bring in their rows."""
+    if C.OVERLAP:
+        wait_for_last_kernel()
+    num_work = gl.load(tiles_ptr).to(gl.int32) * C.HK
+    # Which program takes a tile depends on time, and nothing on which program it is. All that are
+    # taken have begun: none waits for a program that has no multiprocessor yet.
+    work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
+    n = work * 0
+    step = work * 0
+    while work < num_work:
+        kv_head = work % C.HK
+        tile_ptr = tiles_ptr + (1 + work // C.HK) * FIELDS
+        sample = gl.load(tile_ptr)
+        row = gl.load(tile_ptr + 1).to(gl.int32)
+        count = gl.load(tile_ptr + 2).to(gl.int32)
+        base = gl.load(tile_ptr + 3).to(gl.int32)
+        num_rows = gl.load(tile_ptr + 4).to(gl.int32)
+        first_key = gl.load(kv_offsets_ptr + sample).to(gl.int32)
+        number = (row - first_key) // C.BLOCK_N
+        slot = base // C.BLOCK_M + sample.to(gl.int32)
+        sum_slot = base // C.BLOCK_M + gl.minimum(sample.to(gl.int32), first_key // C.BLOCK_N)
+        tile = KeyTile(row, count, base, num_rows, kv_head, number, slot, sum_slot)
+        wait_empty(board, step)
+        tell(board.fields, step, tile, TILES)
+        give(board, step)
+        wait_empty(rings.k, step)
+        fill(rings.k, step, inputs.k, row + count, count, kv_head)
+        first, end = query_tiles(tile, window, C)
+        is_new = gl.to_tensor(True)
+        for member in range(C.H // C.HK):
+            head = kv_head * (C.H // C.HK) + member
+            for m in range(first, end):
+                q_end, remaining = base + num_rows, num_rows - m * C.BLOCK_M
+                wait_empty(rings.q, n)
+                fill(rings.q, n, inputs.q, q_end, remaining, head, C.BLOCK_M * 8)
+                stage = n % rings.stats.shape[0]
+                tma.async_copy_global_to_shared(
+                    inputs.stats,
+                    [(slot + m) * C.H + head, 0],
+                    rings.q.full.index(stage),
+                    rings.stats.index(stage),
+                )
+                if is_new:
+                    wait_empty(rings.v, step)
+                    fill(rings.v, step, inputs.v, row + count, count, kv_head)
+                    is_new = gl.to_tensor(False)
+                wait_empty(rings.grad_out, n)
+                fill(rings.grad_out, n, inputs.grad_out, q_end, remaining, head)
+                n += 1
+        if is_new:
+            wait_empty(rings.v, step)
+            fill(rings.v, step, inputs.v, row + count, count, kv_head)
+        step += 1
+        work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
+    wait_empty(board, step)
+    tell(board.fields, step, (work, work, work, work, -1, work, work, work), TILES)
+    give(board, step)
+
+
+@gluon.jit
+def _multiply_weights(weights, n, k, zeros):
+    """Begin to multiply the ``n``-th gradients of scores with keys ``k``."""
+    ds = weights.tiles.index(n % WEIGHT_STAGES).permute((1, 0))
+    return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_queries(
+    acc_k,
+    acc_v,
+    k,
+    v,
+    k_tile,
+    rings,
+    weights,
+    sums,
+    n,
+    bounds,
+    tile,
+    head,
+    high,
+    own,
+    zero_ptr,
+    diagonal,
+    window,
+    factor,
+    scale,
+    C: gl.constexpr,
+    WG: gl.constexpr,
+):
+    """What tiles of queries give to a warpgroup's keys: ``first`` to ``end`` of ``bounds``.
+
+    Those from ``seeing_all`` to ``whole_end`` see all of these keys. (They have no loop of their
+    own: of the addresses of products in two loops, ptxas 12.8 makes some only on the way into the
+    first one.)
+    """
+    first, seeing_all, whole_end, end = bounds
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    by_query: gl.constexpr = gl.SliceLayout(0, layout)
+    dtype: gl.constexpr = k.dtype
+    zeros = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)
+    if not C.OWN_WG:
+        k_slice = k_tile.slice(WG * BLOCK_M, BLOCK_M, dim=1)
+    for m in range(first, end):
+        q = read(rings.q, n)
+        if not C.OWN_WG:  # of the tile before: the other warpgroup has given its ds by now
+            if m > first:
+                wait_full(weights, n - 1)
+            dq = _multiply_weights(weights, n + (WEIGHT_STAGES - 1), k_slice, zeros)
+        products = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if not C.OWN_WG:
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            if m > first:
+                release(weights, n - 1)
+                add_slice(sums, dq, m - 1, n - 1, tile, head, scale, C, WG)
+        if C.OWN_WG:
+            grad_out = read(rings.grad_out, n)
+            dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        stat = rings.stats.index(n % rings.stats.shape[0])
+        lse = stat.slice(0, BLOCK_M, dim=1).load(layout)
+        if C.BY_DISTANCE:  # rows beyond the sample keep their infinity, whatever the score
+            score = scores_by_distance(zero_ptr, diagonal - m * BLOCK_M, zeros)
+            lse = gl.where(lse < float("inf"), lse - score, lse)
+        products = warpgroup_mma_wait(1 if C.OWN_WG else 0, deps=(products,))
+        p = gl.exp2(products * factor - lse)  # [keys, queries]
+        is_cut = m < seeing_all
+        if window is not None:
+            is_cut = is_cut | (m >= whole_end)
+        if is_cut:
+            visible = own
+            if C.CAUSAL:
+                i = m * BLOCK_M + gl.arange(0, BLOCK_M, by_query)
+                visible = visible & (i[None, :] >= high)
+                if window is not None:
+                    visible = visible & (i[None, :] - high < window)
+            p = gl.where(visible, p, 0.0)
+        if not C.OWN_WG:
+            p = p.to(dtype)  # registers for both would not do
+            grad_out = read(rings.grad_out, n)
+            dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        p_operand = as_operand(p, dtype)
+        acc_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
+        delta = stat.slice(BLOCK_M, BLOCK_M, dim=1).load(layout)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        ds = (p.to(gl.float32) * (dp - delta)).to(dtype)
+        wait_empty(weights, n)
+        weights.tiles.index(n % WEIGHT_STAGES).slice(WG * WG_ROWS, WG_ROWS).store(ds)
+        fence_async_shared()
+        give(weights, n)
+        ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, layout, 2))
+        acc_k = warpgroup_mma(ds_operand, q, acc_k, is_async=True)
+        acc_v, p_operand = warpgroup_mma_wait(1, deps=(acc_v, p_operand))
+        release(rings.grad_out, n)
+        acc_k, ds_operand = warpgroup_mma_wait(0, deps=(acc_k, ds_operand))
+        release(rings.q, n)
+        n += 1
+    if (not C.OWN_WG) and first < end:
+        wait_full(weights, n - 1)
+        dq = _multiply_weights(weights, n - 1, k_slice, zeros)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        release(weights, n - 1)
+        add_slice(sums, dq, end - 1, n - 1, tile, head, scale, C, WG)
+    return acc_k, acc_v, n
+
+
+@gluon.jit
+def _store(outs, desc, value, end, remaining, head, WG: gl.constexpr):
+    """Write the rows of a warpgroup."""
+    tma.store_wait(0)
+    out = outs.index(WG)
+    out.reshape(value.shape).store(value.to(outs.dtype))
+    fence_async_shared()
+    copy_out(desc, end, remaining, head, out)
+
+
+@gluon.jit
+def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
+    """What four warps do: gradients of their half of each tile's keys and values."""
+    grad_k_desc, grad_v_desc, rings, weights, sums, outs, board = operands
+    by_distance_ptr, reach, window, factor, scale = scalars
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    by_width: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
+    skipped: gl.constexpr = WG * WG_ROWS
+    r = (skipped + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout)))[:, None]
+    step = gl.to_tensor(0)
+    n = gl.to_tensor(0)
+    tile = next_tile(board, step)
+    while tile.kv_head >= 0:
+        row, count, num_rows = tile.row, tile.remaining, tile.num_rows
+        first, end = query_tiles(tile, window, C)
+        own, high = r < count, r + (num_rows - count)
+        seeing_all = first
+        if C.CAUSAL:
+            last_key = num_rows - count + (skipped + WG_ROWS - 1)
+            seeing_all = gl.maximum(gl.cdiv(gl.maximum(last_key, 0), C.BLOCK_M), first)
+        if count < skipped + WG_ROWS:
+            seeing_all = end
+        seeing_all = gl.minimum(seeing_all, end)
+        whole_end = end
+        if window is not None:
+            first_key = num_rows - count + skipped
+            whole_end = (first_key + gl.minimum(count - skipped, window)) // C.BLOCK_M
+        acc_k = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_width)
+        acc_v = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_width)
+        wait_full(rings.k, step)
+        wait_full(rings.v, step)
+        k_tile = rows(rings.k, step)
+        k, v = k_tile.slice(skipped, WG_ROWS), rows(rings.v, step).slice(skipped, WG_ROWS)
+        for member in range(C.H // C.HK):
+            head = tile.kv_head * (C.H // C.HK) + member
+            zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
+            acc_k, acc_v, n = _add_queries(
+                acc_k, acc_v, k, v, k_tile, rings, weights, sums, n,
+                (first, seeing_all, whole_end, end), tile, head, high, own, zero_ptr,
+                num_rows - count + skipped, window, factor, scale, C, WG,
+            )  # fmt: skip
+        release(rings.k, step)
+        release(rings.v, step)
+        if count > skipped:
+            _store(outs, grad_v_desc, acc_v, row + count, count - skipped, tile.kv_head, WG)
+            _store(outs, grad_k_desc, acc_k * scale, row + count, count - skipped, tile.kv_head, WG)
+        step += 1
+        tile = next_tile(board, step)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _grad_of_queries(sums, keys, weights, board, window, scale, C: gl.constexpr):
+    """What four warps do: what a tile's keys give to the gradients of queries."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
+    zeros = gl.zeros([C.BLOCK_M, C.BLOCK_D], gl.float32, layout)
+    step = gl.to_tensor(0)
+    n = gl.to_tensor(0)
+    tile = next_tile(board, step)
+    while tile.kv_head >= 0:
+        first, end = query_tiles(tile, window, C)
+        k = read(keys, step)
+        for member in range(C.H // C.HK):
+            head = tile.kv_head * (C.H // C.HK) + member
+            for m in range(first, end):
+                wait_full(weights, n)
+                acc = _multiply_weights(weights, n, k, zeros)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                release(weights, n)
+                add_slice(sums, acc, m, n, tile, head, scale, C, 0)
+                n += 1
+        release(keys, step)
+        step += 1
+        tile = next_tile(board, step)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["reach", "window"])
+def backward_kernel(
+    sums_ptr,  # [tiles of queries of several tiles of keys, H, BLOCK_M · BLOCK_D] fp32
+    turns_ptr,  # [tiles of queries, H] int32, zeros
+    q_desc,  # of [ΣLq, H, D], see jagged_rows
+    k_desc,  # of [ΣLk, Hk, D]
+    v_desc,  # of [ΣLk, Hk, Dv]
+    grad_out_desc,  # of [ΣLq, H, Dv]
+    stats_desc,  # of [tiles of queries · H, 2 · BLOCK_M] fp32
+    grad_q_desc,  # of [ΣLq, H, D]
+    grad_k_desc,  # of [ΣLk, Hk, D]
+    grad_v_desc,  # of [ΣLk, Hk, Dv]
+    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py; not read unless BY_DISTANCE
+    kv_offsets_ptr,  # [B + 1]
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
+    reach,
+    window,  # or None
+    factor,  # scale · log2(e), rounded once
+    scale,
+    C: gl.constexpr,  # HopperConstants
+):
+    """Tiles of keys of one head, with all queries of their sample, until the list is done."""
+    SLICES: gl.constexpr = C.BLOCK_D // 64
+    queries = make_ring(q_desc, C.STAGES)
+    grads = make_ring(grad_out_desc, C.STAGES)
+    keys = make_ring(k_desc, C.KV_STAGES, 3 if C.OWN_WG else 2)
+    values = make_ring(v_desc, C.KV_STAGES)
+    stats = gl.allocate_shared_memory(gl.float32, [C.STAGES, 1, 2 * C.BLOCK_M], stats_desc.layout)
+    known, forgotten = make_barriers(TILES, 1, 6 if C.OWN_WG else 5)
+    fields = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ds_full, ds_empty = make_barriers(WEIGHT_STAGES, 2, SLICES)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [WEIGHT_STAGES, C.BLOCK_N, C.BLOCK_M], swizzled)
+    granted = make_barriers(TURN_STAGES, 1, SLICES)
+    added = make_barriers(TURN_STAGES, SLICES, 1)
+    grad_shape: gl.constexpr = [SLICES] + grad_q_desc.block_type.shape  # noqa: RUF005
+    grad_tile = gl.allocate_shared_memory(grad_q_desc.dtype, grad_shape, grad_q_desc.layout)
+    shape: gl.constexpr = [2] + grad_k_desc.block_type.shape  # noqa: RUF005
+    outs = gl.allocate_shared_memory(grad_k_desc.dtype, shape, grad_k_desc.layout)
+    inputs = Descriptors(q_desc, k_desc, v_desc, grad_out_desc, stats_desc)
+    rings = Rings(queries, stats, keys, values, grads)
+    board = Board(known, forgotten, fields)
+    weights = Ring(ds_full, ds_empty, ds)
+    sums = Sums(sums_ptr, granted, added, grad_tile, grad_q_desc, window)
+    of_keys = (grad_k_desc, grad_v_desc, rings, weights, sums, outs, board)
+    scalars = (by_distance_ptr, reach, window, factor, scale)
+    if C.OWN_WG:
+        gl.warp_specialize(
+            [
+                (_grad_of_keys, (of_keys, scalars, C, 0)),
+                (_grad_of_keys, (of_keys, scalars, C, 1)),
+                (_grad_of_queries, (sums, keys, weights, board, window, scale, C)),
+                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C)),
+                (await_turns, (turns_ptr, granted, board, window, C)),
+                (pass_turns, (turns_ptr, added, board, window, C, 0)),
+                (pass_turns, (turns_ptr, added, board, window, C, 1)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [208, 64, 32, 32, 32, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_grad_of_keys, (of_keys, scalars, C, 0)),
+                (_grad_of_keys, (of_keys, scalars, C, 1)),
+                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C)),
+                (await_turns, (turns_ptr, granted, board, window, C)),
+                (pass_turns, (turns_ptr, added, board, window, C, 0)),
+                (pass_turns, (turns_ptr, added, board, window, C, 1)),
+            ],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
+
+
+_launch = Launcher(backward_kernel)
+_FLAT = gl.NVMMASharedLayout(0, 32, rank=2)
+
+
+def backward(
+    inputs: Inputs,
+    by_distance: Tensor | None,
+    grads: Gradients,
+    prepared: Prepared,
+    samples: Samples,
+    window: int | None,
+    factor: float,
+    scale: float,
+    constants: Constants,
+) -> None:
+    """Write the gradients of the samples in the list of tiles, of keys.
+
+    ``prepared`` comes from :func:`hopper_prepare.prepare`.
+    """
+    (q, k, v), (row_stats, turns), tiles = inputs, prepared, samples.tiles
+    H, HK, width = constants.H, constants.HK, constants.BLOCK_D
+    # Only samples of several tiles of keys have sums of several.
+    of_sums = q.shape[0] // BLOCK_M + min(samples.kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
+    sums = q.new_empty(of_sums * H, BLOCK_M * width, dtype=torch.float32)
+    descriptors = (
+        jagged_rows(q, BLOCK_M, width),
+        jagged_rows(k, BLOCK_N, width),
+        jagged_rows(v, BLOCK_N, width),
+        jagged_rows(grads.out, BLOCK_M, width),
+        Descriptor(row_stats, list(row_stats.shape), [2 * BLOCK_M, 1], [1, 2 * BLOCK_M], _FLAT),
+        jagged_rows(grads.q, BLOCK_M, 64),
+        jagged_rows(grads.k, WG_ROWS.value, width),
+        jagged_rows(grads.v, WG_ROWS.value, width),
+    )
+    reach = 0 if by_distance is None else by_distance.shape[1] // 2
+    list_or_other = sums if by_distance is None else by_distance
+    num_work = (tiles.shape[0] - 1) * HK
+    is_narrow = width == 64
+    _launch(
+        (min(num_work, devices.hopper_multiprocessors(q.device)),),
+        (
+            sums, turns, *descriptors, list_or_other, samples.kv_offsets, tiles, reach, window,
+            factor, scale,
+        ),
+        constants.on_hopper(
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            KV_STAGES=2 if is_narrow else 1,
+            STAGES=4 if is_narrow else 2,
+            OWN_WG=is_narrow,
+            num_warps=4,
+            **overlap_options(devices.launches_overlap(q.device)),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,388 @@
+"""Forward of jagged flash attention on Hopper, of half precision, in Gluon.
+
+It computes what ``general_forward.py`` does, as many FLOPs, without biases but that by distance
+(``distance_bias.py``). The floor is the rate of the tensor cores.
+
+The kernel is persistent: a program stays on its multiprocessor and works on one tile of queries
+after the other. One warp only loads rows, ahead of two warpgroups of four warps. Each attends for
+half of a tile's queries. It multiplies the weights of one tile of keys with the values while it
+computes the weights of the next tile.
+
+Tiles of keys that no query of a tile sees, being newer or beyond its window, are not loaded.
+
+The tensor memory accelerator copies rows. It knows where a sample ends: rows beyond that arrive as
+zeros and are never read from memory, and results beyond it are not written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.flash_attention.arguments import FlashOutputs
+from torchrec_jagged_attn.flash_attention.kernels import tiles
+from torchrec_jagged_attn.flash_attention.kernels.records import Constants, Inputs
+from torchrec_jagged_attn.runtime.kernels.gluon import (
+    WG_ROWS,
+    as_operand,
+    multiply_keys,
+    next_tile,
+    tell,
+    wait_for_last_kernel,
+)
+from torchrec_jagged_attn.runtime.kernels.tile_list import FIELDS
+from torchrec_jagged_attn.runtime.kernels.tma import (
+    copy_out,
+    fill,
+    give,
+    jagged_rows,
+    make_ring,
+    read,
+    release,
+    rows,
+    wait_empty,
+    wait_full,
+)
+from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
+
+__all__ = ["BLOCK_M", "forward", "scores_by_distance"]
+
+BLOCK_M = 128  # queries of a tile
+BLOCK_N = 128  # keys of a tile
+STAGES = 2  # tiles of queries, of keys and of values in shared memory
+
+online_softmax = gluon.jit(tiles.online_softmax.fn)
+seen_pairs = gluon.jit(tiles.seen_pairs.fn)
+store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
+window_begin = gluon.jit(tiles.window_begin.fn)
+
+
+class Rings(NamedTuple):
+    """Rings of what is read, and ``fields``: where each tile of ``q`` lies, see ``next_tile``."""
+
+    q: Any
+    k: Any
+    v: Any
+    fields: Any
+
+
+class Scores(NamedTuple):
+    """How scores are made of products.
+
+    Attributes:
+        zero_ptr: where the list of the head has the distance 0, see ``distance_bias.py``.
+        diagonal: the key that is as far from the last key as the warpgroup's first query is from
+            the last query.
+        high: end of the keys that each query sees, a scalar or ``[WG_ROWS, 1]``.
+        window: how many keys each query sees at most, or ``None``.
+    """
+
+    factor: Any
+    zero_ptr: Any
+    diagonal: Any
+    high: Any
+    window: Any
+
+
+@gluon.jit
+def _last_keys(count, num_keys, C: gl.constexpr):
+    """Where the last tile of keys begins that any query of a tile sees; the first one at least."""
+    seen_by_any = num_keys
+    if C.CAUSAL:
+        seen_by_any = gl.minimum(num_keys, num_keys - count + C.BLOCK_M)
+    return gl.maximum(gl.cdiv(seen_by_any, C.BLOCK_N) - 1, 0) * C.BLOCK_N
+
+
+@gluon.jit
+def _first_keys(count, num_keys, window, C: gl.constexpr):
+    """Where the first tile of keys begins that any query of a tile sees."""
+    first = num_keys * 0
+    if window is not None:
+        first = window_begin(num_keys - count + 1, window) // C.BLOCK_N * C.BLOCK_N
+    return first
+
+
+@gluon.jit
+def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
+    """What one warp does: take tiles from the list, and bring in their rows."""
+    if C.OVERLAP:
+        wait_for_last_kernel()
+    num_work = gl.load(tiles_ptr).to(gl.int32) * C.H
+    work = gl.program_id(0)
+    n = work * 0
+    step = work * 0
+    while work < num_work:
+        head = work % C.H
+        tile_ptr = tiles_ptr + (1 + work // C.H) * FIELDS
+        row = gl.load(tile_ptr + 1).to(gl.int32)
+        count = gl.load(tile_ptr + 2).to(gl.int32)
+        base = gl.load(tile_ptr + 3).to(gl.int32)
+        num_keys = gl.load(tile_ptr + 4).to(gl.int32)
+        # Which program takes a tile depends on time, and nothing on which program it is.
+        work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
+        wait_empty(rings.q, step)
+        tell(rings.fields, step, (row, count, num_keys, head), C.STAGES)
+        fill(rings.q, step, q_desc, row + count, count, head)
+        step += 1
+        kv_head = head // (C.H // C.HK)
+        last = _last_keys(count, num_keys, C)
+        first = _first_keys(count, num_keys, window, C)
+        for start in range(last, first - 1, -C.BLOCK_N):
+            end, remaining = base + num_keys, num_keys - start
+            wait_empty(rings.k, n)
+            fill(rings.k, n, k_desc, end, remaining, kv_head)
+            wait_empty(rings.v, n)
+            fill(rings.v, n, v_desc, end, remaining, kv_head)
+            n += 1
+    wait_empty(rings.q, step)
+    tell(rings.fields, step, (work, work, work, -1), C.STAGES)
+    give(rings.q, step)
+
+
+@gluon.jit
+def scores_by_distance(zero_ptr, first, scores):
+    """As :func:`distance_bias.scores_by_distance`, of as many rows and columns as ``scores``."""
+    layout: gl.constexpr = scores.type.layout
+    i = gl.arange(0, scores.shape[0], gl.SliceLayout(1, layout))[:, None]
+    j = gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))[None, :]
+    return gl.load(zero_ptr + first + (i - j))
+
+
+@gluon.jit
+def _softmax(
+    products, scores, start, maximum, total, BY_DISTANCE: gl.constexpr, MASKED: gl.constexpr
+):
+    """One step of the online softmax, for the keys from ``start`` on."""
+    visible = True
+    bias = 0.0
+    if BY_DISTANCE:
+        bias = scores_by_distance(scores.zero_ptr, scores.diagonal - start, products)
+    if MASKED:
+        BLOCK_N: gl.constexpr = products.shape[1]
+        index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, products.type.layout))
+        visible = seen_pairs(scores.window, scores, (start + index)[None, :])
+    return online_softmax(
+        products, scores.factor, bias, visible, maximum, total, BY_DISTANCE, MASKED
+    )
+
+
+@gluon.jit
+def _attend_to(
+    acc,
+    p,
+    maximum,
+    total,
+    q,
+    rings,
+    n,
+    first,
+    last,
+    scores,
+    C: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Attend to the tiles of keys before ``last``, from the later ones down to ``first``.
+
+    All rows see all of these keys unless ``MASKED``. ``p`` are the weights of tile ``n``, whose
+    values are added up here; what is returned are those of the tile ``first``.
+    """
+    for start in range(last - C.BLOCK_N, first - 1, -C.BLOCK_N):
+        products = multiply_keys(q, rings.k, n + 1)
+        acc = warpgroup_mma(p, read(rings.v, n), acc, is_async=True)
+        products = warpgroup_mma_wait(1, deps=(products,))
+        release(rings.k, n + 1)
+        weights, rescale, maximum, total = _softmax(
+            products, scores, start, maximum, total, C.BY_DISTANCE, MASKED
+        )
+        next_p = as_operand(weights, p.dtype)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        release(rings.v, n)
+        acc *= gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+        p = next_p
+        n += 1
+    return acc, p, maximum, total, n
+
+
+@gluon.jit
+def _leave_out(rings, n, num_tiles):
+    """Let tiles of keys and values pass that are only for the other warpgroup."""
+    for tile in range(num_tiles):
+        wait_full(rings.k, n + tile)
+        release(rings.k, n + tile)
+        wait_full(rings.v, n + tile)
+        release(rings.v, n + tile)
+    return n + num_tiles
+
+
+@gluon.jit
+def _attend(
+    stats_ptr,
+    by_distance_ptr,
+    out_desc,
+    rings,
+    outs,
+    num_stats,
+    reach,
+    window,
+    factor,
+    C: gl.constexpr,
+    WG: gl.constexpr,
+):
+    """What four warps do: attend for their half of each tile's queries."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    by_keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    by_values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
+    by_query: gl.constexpr = gl.SliceLayout(1, by_keys)
+    skipped: gl.constexpr = WG * WG_ROWS
+    r = skipped + gl.arange(0, WG_ROWS, by_query)
+    n = num_stats * 0
+    step = num_stats * 0
+    row, count, num_keys, head = next_tile(rings.fields, rings.q, step)
+    while head >= 0:
+        last = _last_keys(count, num_keys, C)
+        first = _first_keys(count, num_keys, window, C)
+        if count <= skipped:
+            release(rings.q, step)
+            n = _leave_out(rings, n, (last - first) // BLOCK_N + 1)
+        else:
+            high = num_keys
+            seen_by_all = num_keys
+            if C.CAUSAL:
+                high = gl.minimum(num_keys, r + (num_keys - count + 1))[:, None]
+                seen_by_all = gl.minimum(num_keys, num_keys - count + 1 + skipped)
+            full = gl.minimum(gl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N, last)
+            whole = first
+            if window is not None:
+                end = gl.minimum(num_keys, num_keys - count + skipped + WG_ROWS)
+                whole = gl.cdiv(window_begin(end, window), BLOCK_N) * BLOCK_N
+                whole = gl.minimum(whole, full)
+            zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
+            scores = Scores(factor, zero_ptr, num_keys - count + skipped, high, window)
+            q = rows(rings.q, step).slice(skipped, WG_ROWS)
+            maximum = gl.full([WG_ROWS], -float("inf"), gl.float32, by_query)
+            total = gl.zeros([WG_ROWS], gl.float32, by_query)
+            acc = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_values)
+            products = warpgroup_mma_wait(0, deps=(multiply_keys(q, rings.k, n),))
+            release(rings.k, n)
+            weights, _, maximum, total = _softmax(
+                products, scores, last, maximum, total, C.BY_DISTANCE, True
+            )
+            p = as_operand(weights, outs.dtype)
+            if C.CAUSAL:
+                acc, p, maximum, total, n = _attend_to(
+                    acc, p, maximum, total, q, rings, n, full, last, scores, C, MASKED=True
+                )
+            acc, p, maximum, total, n = _attend_to(
+                acc, p, maximum, total, q, rings, n, whole, full, scores, C, MASKED=False
+            )
+            if window is not None:
+                acc, p, maximum, total, n = _attend_to(
+                    acc, p, maximum, total, q, rings, n, first, whole, scores, C, MASKED=True
+                )
+            release(rings.q, step)
+            acc = warpgroup_mma(p, read(rings.v, n), acc, is_async=True)
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            release(rings.v, n)
+            n += 1
+
+            inverse = 1.0 / gl.where(total > 0, total, 1.0)
+            inverse = gl.convert_layout(inverse, gl.SliceLayout(1, by_values))
+            tma.store_wait(0)
+            out = outs.index(WG)
+            out.reshape([WG_ROWS, C.BLOCK_D]).store((acc * inverse[:, None]).to(outs.dtype))
+            fence_async_shared()
+            copy_out(out_desc, row + count, count - skipped, head, out)
+            stat = (row.to(gl.int64) + r) * C.H + head
+            store_softmax_stats(stats_ptr, num_stats, stat, r < count, maximum, total, False)
+        step += 1
+        row, count, num_keys, head = next_tile(rings.fields, rings.q, step)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_stats", "reach", "window"])
+def forward_kernel(
+    stats_ptr,  # [2, ΣLq, H] fp32
+    q_desc,  # of [ΣLq, H, D], see jagged_rows
+    k_desc,  # of [ΣLk, Hk, D]
+    v_desc,  # of [ΣLk, Hk, Dv]
+    out_desc,  # of [ΣLq, H, Dv]
+    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py; not read unless BY_DISTANCE
+    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
+    num_stats,
+    reach,
+    window,  # or None
+    factor,  # scale · log2(e), rounded once
+    C: gl.constexpr,  # HopperConstants
+):
+    """Tiles of queries of one head, over all keys of their sample, until the list is done."""
+    queries = make_ring(q_desc, C.STAGES)
+    keys = make_ring(k_desc, C.STAGES)
+    values = make_ring(v_desc, C.STAGES)
+    fields = gl.allocate_shared_memory(
+        gl.int32, [4 * C.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    rings = Rings(queries, keys, values, fields)
+    shape: gl.constexpr = [2] + out_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
+    outs = gl.allocate_shared_memory(out_desc.dtype, shape, out_desc.layout)
+    gl.warp_specialize(
+        [
+            (_attend, (
+                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, window, factor,
+                C, 0,
+            )),
+            (_attend, (
+                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, window, factor,
+                C, 1,
+            )),
+            (_load, (q_desc, k_desc, v_desc, rings, tiles_ptr, window, C)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+_launch = Launcher(forward_kernel)
+
+
+def forward(
+    inputs: Inputs,
+    by_distance: Tensor | None,
+    outputs: FlashOutputs,
+    tiles: Tensor,
+    window: int | None,
+    factor: float,
+    constants: Constants,
+) -> None:
+    """Write the rows of ``outputs`` that are in the list of ``tiles``."""
+    (q, k, v), (out, stats) = inputs, outputs
+    reach = 0 if by_distance is None else by_distance.shape[1] // 2
+    list_or_other = stats if by_distance is None else by_distance
+    width = constants.BLOCK_D
+    descriptors = (
+        jagged_rows(q, BLOCK_M, width),
+        jagged_rows(k, BLOCK_N, width),
+        jagged_rows(v, BLOCK_N, width),
+        jagged_rows(out, WG_ROWS.value, width),
+    )
+    num_work = (tiles.shape[0] - 1) * constants.H
+    _launch(
+        (min(num_work, devices.hopper_multiprocessors(q.device)),),
+        (stats, *descriptors, list_or_other, tiles, stats[0].numel(), reach, window, factor),
+        constants.on_hopper(
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            STAGES=STAGES,
+            num_warps=4,
+            **overlap_options(devices.launches_overlap(q.device)),
+        ),
+    )

@@ -1,0 +1,116 @@
+"""What the backward of jagged flash attention on Hopper needs of queries, made beforehand.
+
+For each tile of BLOCK_M queries and head: the log-sum-exp of its rows and Σ_d grad_out · out, side
+by side, so that one copy brings both; and a turn of zero (``hopper_turns.py``). The kernel reads
+out and grad_out once, and writes eight bytes for each row and head.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.flash_attention.arguments import FlashOutputs
+from torchrec_jagged_attn.flash_attention.kernels.records import Gradients, Prepared, Samples
+from torchrec_jagged_attn.flash_attention.kernels.tiles import load_rows, store_rows
+from torchrec_jagged_attn.flash_attention.plan import Plan
+from torchrec_jagged_attn.runtime.kernels.jagged import find_tile
+from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
+
+__all__ = ["BLOCK_M", "prepare"]
+
+BLOCK_M = 64  # queries of a tile
+PROGRAMS = 16  # to a multiprocessor
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_slots"])
+def prepare_kernel(
+    outputs,  # arguments.FlashOutputs
+    grads,  # Gradients; zeros are written to ``q``, and ``delta`` if it is not None
+    prepared,  # Prepared
+    samples,  # Samples, whose tiles are of keys
+    num_samples,
+    num_slots,  # most tiles of queries
+    C: tl.constexpr,  # Constants
+):
+    """``prepared`` of tiles of queries of one head; ``grads.q`` of those that see no key.
+
+    If IS_SELF, nothing is done where no tile of keys is listed: no sample is without keys then.
+    """
+    if C.OVERLAP:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    num_work = num_slots * C.H
+    if C.IS_SELF:
+        num_work = tl.where(tl.load(samples.tiles) > 0, num_work, 0)
+    work = tl.program_id(0)
+    while work < num_work:
+        slot, head = work // C.H, work % C.H
+        sample, begin, end, start = find_tile(samples.q_offsets, num_samples, slot, 1, C.BLOCK_M)
+        kv_offsets_ptr = samples.kv_offsets + sample
+        num_keys = tl.load(kv_offsets_ptr + 1) - tl.load(kv_offsets_ptr)
+        row, count = begin + start, end - begin - start
+        if (count > 0) & ((end - begin > C.SHORT) | (num_keys > C.SHORT)):
+            grad_out = load_rows(
+                grads.out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D
+            )
+            out = load_rows(outputs.out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
+            i = tl.arange(0, C.BLOCK_M)
+            stat = (row + i) * C.H + head
+            # Rows beyond the sample get weights of zero.
+            lse = tl.load(outputs.stats + stat, mask=i < count, other=float("inf"))
+            delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+            ptrs = prepared.row_stats + work.to(tl.int64) * (2 * C.BLOCK_M) + i
+            tl.store(ptrs, lse)
+            tl.store(ptrs + C.BLOCK_M, delta)
+            if grads.delta is not None:
+                tl.store(grads.delta + stat, delta, mask=i < count)
+            tl.store(prepared.turns + work, 0)
+            seen = num_keys
+            if C.CAUSAL:
+                seen = tl.minimum(seen, num_keys - count + tl.minimum(count, C.BLOCK_M))
+            if seen <= 0:
+                zeros = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
+                store_rows(grads.q, zeros, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
+        work += tl.num_programs(0)
+
+
+_prepare = Launcher(prepare_kernel)
+
+
+def prepare(
+    outputs: FlashOutputs, grads: Gradients, samples: Samples, is_self: bool, plan: Plan
+) -> Prepared:
+    """What :func:`hopper_backward.backward` needs.
+
+    It also writes zeros into ``grads.q`` where a tile sees no key and, where there is a bias by
+    distance, ``grads.delta``.
+
+    Samples that the plan calls short are left out. If ``is_self``, all samples have as many queries
+    as keys. The kernel waits for the one before it, which must be that of the list of tiles.
+    """
+    num_queries, H, _ = grads.q.shape
+    num_samples = samples.q_offsets.numel() - 1
+    num_slots = num_queries // BLOCK_M + num_samples
+    row_stats = outputs.stats.new_empty(num_slots * H, 2 * BLOCK_M)
+    turns = row_stats.new_empty(num_slots * H, dtype=torch.int32)
+    prepared = Prepared(row_stats, turns)
+    device = turns.device
+    _prepare(
+        (min(num_slots * H, PROGRAMS * devices.hopper_multiprocessors(device)),),
+        (
+            outputs, grads if plan.constants.R else grads._replace(delta=None), prepared, samples,
+            num_samples, num_slots,
+        ),
+        plan.constants.of_launch(
+            SHORT=plan.most_short,
+            IS_SELF=is_self,
+            BLOCK_M=BLOCK_M,
+            num_warps=4,
+            **overlap_options(devices.launches_overlap(device)),
+        ),
+    )  # fmt: skip
+    return prepared

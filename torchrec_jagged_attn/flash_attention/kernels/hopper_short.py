@@ -1,0 +1,520 @@
+"""Jagged flash attention of short samples on Hopper, of half precision without biases, in Gluon.
+
+A program works on some (sample, head) items, one after the other, and computes all pairs of rows of
+an item at once, as ``general_short.py`` does. The tensor memory accelerator copies rows; it loads
+those of the next item while this one is computed. So the kernels are memory-bound: forward reads
+q, k, v and writes out; backward reads q, k, v, grad_out and writes three gradients. Backward needs
+nothing that forward kept. There is a kernel for each size of samples:
+
+    up to 32 rows    one warp, products of single warps (``mma``); half the tile up to 16 rows
+    33 to 64         four warps, products of a warpgroup (``wgmma``)
+
+Rows are 64 wide in shared memory: twice that would leave a single warp too few registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.flash_attention.arguments import FlashOutputs
+from torchrec_jagged_attn.flash_attention.kernels import tiles
+from torchrec_jagged_attn.flash_attention.kernels.records import (
+    Constants,
+    Gradients,
+    Inputs,
+    Samples,
+)
+from torchrec_jagged_attn.runtime.kernels.gluon import (
+    as_operand,
+    as_rows,
+    launch_dependents,
+    products_by_warp,
+    products_by_warpgroup,
+    thread_barrier,
+    wait_for_last_kernel,
+)
+from torchrec_jagged_attn.runtime.kernels.tma import copy_in, copy_out, jagged_rows
+from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
+
+__all__ = ["MOST_ROWS", "WIDTH", "backward", "forward"]
+
+MOST_ROWS = 64  # on both sides, of the samples that are taken
+WIDTH = 64  # of rows in shared memory
+
+store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
+window_begin = gluon.jit(tiles.window_begin.fn)
+
+
+class Item(NamedTuple):
+    """A head of a sample.
+
+    Attributes:
+        q_end: end of the sample's queries, of which there are ``num_rows``.
+        kv_end: end of its keys, of which there are ``num_keys``.
+        taken: whether this kernel computes it.
+    """
+
+    q_end: Any
+    num_rows: Any
+    kv_end: Any
+    num_keys: Any
+    head: Any
+    taken: Any
+
+
+@gluon.jit
+def _locate(item, end, samples, C: gl.constexpr, OF_KEYS: gl.constexpr):
+    """An item before ``end``.
+
+    Those of the kernel are samples of its size that have rows: of queries, or of either if OF_KEYS.
+    """
+    at = gl.minimum(item, end - 1)
+    sample = at // C.H
+    head = at - sample * C.H
+    q_row = gl.load(samples.q_offsets + sample).to(gl.int32)
+    q_end = gl.load(samples.q_offsets + (sample + 1)).to(gl.int32)
+    kv_row = gl.load(samples.kv_offsets + sample).to(gl.int32)
+    kv_end = gl.load(samples.kv_offsets + (sample + 1)).to(gl.int32)
+    num_rows, num_keys = q_end - q_row, kv_end - kv_row
+    longest = gl.maximum(num_rows, num_keys)
+    taken = (item < end) & (longest <= C.BLOCK_M)
+    if not C.HALVES:
+        taken = taken & (longest > C.BLOCK_M // 2)
+    taken = taken & ((longest if OF_KEYS else num_rows) > 0)
+    return Item(q_end, num_rows, kv_end, num_keys, head, taken)
+
+
+@gluon.jit
+def _rows(tile, ROWS: gl.constexpr):
+    """The first rows of a tile, ``[ROWS, width]``."""
+    return as_rows(tile).slice(0, ROWS)
+
+
+@gluon.constexpr_function
+def _sums_layout(columns, warps):
+    """How a product lies in registers: of one warp, or of a warpgroup."""
+    return products_by_warp(warps) if warps == 1 else products_by_warpgroup(columns, warps)
+
+
+@gluon.jit
+def _multiply(a, b):
+    """``a @ b`` of tiles in shared memory."""
+    M: gl.constexpr = a.shape[0]
+    N: gl.constexpr = b.shape[1]
+    layout: gl.constexpr = _sums_layout(N, gl.num_warps())
+    zeros = gl.zeros([M, N], gl.float32, layout)
+    if gl.num_warps() == 1:
+        x = a.load(gl.DotOperandLayout(0, layout, 2))
+        y = b.load(gl.DotOperandLayout(1, layout, 2))
+        return mma_v2(x, y, zeros)
+    else:
+        product = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+        return warpgroup_mma_wait(0, deps=(product,))
+
+
+@gluon.jit
+def _multiply_weights(weights, b):
+    """``weights @ b`` of what is in registers, by queries and keys, and a tile in shared memory."""
+    M: gl.constexpr = weights.shape[0]
+    N: gl.constexpr = b.shape[1]
+    layout: gl.constexpr = _sums_layout(N, gl.num_warps())
+    zeros = gl.zeros([M, N], gl.float32, layout)
+    x = as_operand(weights, b.dtype)
+    if gl.num_warps() == 1:
+        return mma_v2(x, b.load(gl.DotOperandLayout(1, layout, 2)), zeros)
+    else:
+        product = warpgroup_mma(x, b, zeros, use_acc=False, is_async=True)
+        product, x = warpgroup_mma_wait(0, deps=(product, x))
+        return product
+
+
+@gluon.jit
+def _softmax(products, factor, visible):
+    """Weights of the softmax before they are divided by their totals; maxima, totals.
+
+    As :func:`tiles.online_softmax` of the first tile. ``factor`` is not zero, so that what
+    is hidden gets no weight.
+    """
+    tops = gl.where(visible, products, -float("inf"))
+    top = gl.max(tops, 1)
+    seen = top > -float("inf")
+    maximum = gl.where(seen, top * factor, top)
+    weights = gl.exp2(tops * factor - gl.where(seen, maximum, 0.0)[:, None])
+    return weights, maximum, gl.sum(weights, 1)
+
+
+@gluon.jit
+def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr):
+    """Which keys each query sees; none where there is no such query, for gradients OF_KEYS."""
+    ROWS: gl.constexpr = products.shape[0]
+    j = gl.arange(0, ROWS, gl.SliceLayout(0, products.type.layout))[None, :]
+    high = num_keys
+    if CAUSAL or OF_KEYS:
+        i = gl.arange(0, ROWS, gl.SliceLayout(1, products.type.layout))
+        if CAUSAL:
+            high = gl.minimum(num_keys, i + (num_keys - num_rows + 1))
+        if OF_KEYS:
+            high = gl.where(i < num_rows, high, 0)
+        high = high[:, None]
+    visible = j < high
+    if window is not None:
+        low = window_begin(i + (num_keys - num_rows + 1), window)
+        visible = visible & (j >= low[:, None])
+    return visible
+
+
+@gluon.jit
+def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C: gl.constexpr):
+    """Begin to copy what an item is to be attended by, if it is taken."""
+    q_end, num_rows, kv_end, num_keys, head, taken = item
+    if taken:
+        barrier = barriers.index(0)
+        mbarrier.expect(barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
+        copy_in(q_desc, q_end, num_rows, head, barrier, tiles.index(0))
+        copy_in(k_desc, kv_end, num_keys, head // (C.H // C.HK), barrier, tiles.index(1))
+
+
+@gluon.jit
+def _read_values(v_desc, tiles, barriers, item, C: gl.constexpr):
+    """Begin to copy an item's values, if it is taken."""
+    _, _, kv_end, num_keys, head, taken = item
+    if taken:
+        barrier = barriers.index(1)
+        mbarrier.expect(barrier, v_desc.block_type.nbytes)
+        copy_in(v_desc, kv_end, num_keys, head // (C.H // C.HK), barrier, tiles.index(2))
+
+
+@gluon.jit
+def _attend(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
+    """Attend for an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
+
+    Those of the ``following`` one are copied as soon as there is room.
+    """
+    q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, numbers = operands
+    num_stats, window, factor = numbers
+    q_end, num_rows, _, num_keys, head, _ = item
+    mbarrier.wait(barriers.index(0), step & 1)
+    q, k = _rows(tiles.index(0), ROWS), _rows(tiles.index(1), ROWS)
+    products = _multiply(q, k.permute((1, 0)))
+    thread_barrier()
+    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
+    visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, False)
+    p, maximum, total = _softmax(products, factor, visible)
+    mbarrier.wait(barriers.index(1), step & 1)
+    acc = _multiply_weights(p, _rows(tiles.index(2), ROWS))
+    tma.store_wait(0)
+    thread_barrier()
+    _read_values(v_desc, tiles, barriers, following, C)
+    inverse = 1.0 / gl.where(total > 0, total, 1.0)
+    inverse = gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))
+    _rows(out, ROWS).store((acc * inverse[:, None]).to(out.dtype))
+    fence_async_shared()
+    copy_out(out_desc, q_end, num_rows, head, out)
+    by_lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])  # each row once
+    maximum, total = gl.convert_layout(maximum, by_lane), gl.convert_layout(total, by_lane)
+    r = gl.arange(0, ROWS, by_lane)
+    stat = ((q_end - num_rows).to(gl.int64) + r) * C.H + head
+    store_softmax_stats(stats_ptr, num_stats, stat, r < num_rows, maximum, total, False)
+
+
+@gluon.jit(do_not_specialize=["num_stats", "num_items", "window"])
+def forward_kernel(
+    stats_ptr,  # [2, ΣLq, H] fp32
+    q_desc,  # of [ΣLq, H, D], see jagged_rows
+    k_desc,  # of [ΣLk, Hk, D]
+    v_desc,  # of [ΣLk, Hk, Dv]
+    out_desc,  # of [ΣLq, H, Dv]
+    samples,  # Samples
+    num_stats,
+    num_items,  # B · H
+    window,  # or None
+    factor,  # scale · log2(e), rounded once
+    C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
+):
+    """Each head of samples of up to BLOCK_M rows; of more than half of that unless HALVES."""
+    if C.OVERLAP:
+        launch_dependents()
+    shape: gl.constexpr = [3] + q_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
+    tiles = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
+    out = gl.allocate_shared_memory(q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(2):
+        mbarrier.init(barriers.index(index), count=1)
+    factor = gl.maximum(factor, 1e-30)  # see _softmax
+    operands = (
+        q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers,
+        (num_stats, window, factor),
+    )  # fmt: skip
+    n = gl.program_id(0) * C.ITEMS
+    end = gl.minimum(n + C.ITEMS, num_items)
+    step = n * 0
+    item = _locate(n, end, samples, C, False)
+    fence_async_shared()
+    thread_barrier()
+    _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C)
+    _read_values(v_desc, tiles, barriers, item, C)
+    while n < end:
+        n += 1
+        following = _locate(n, end, samples, C, False)
+        if item.taken:
+            if C.HALVES and gl.maximum(item.num_rows, item.num_keys) <= C.BLOCK_M // 2:
+                _attend(operands, item, following, step, C, C.BLOCK_M // 2)
+            else:
+                _attend(operands, item, following, step, C, C.BLOCK_M)
+            step += 1
+        else:
+            _read_queries_and_keys(q_desc, k_desc, tiles, barriers, following, C)
+            _read_values(v_desc, tiles, barriers, following, C)
+        item = following
+    tma.store_wait(0)
+    if C.OVERLAP:
+        wait_for_last_kernel()
+
+
+@gluon.jit
+def _read_all(inputs, tiles, barriers, stage, item, C: gl.constexpr):
+    """Begin to copy the rows of an item into the tiles of a stage, if it is taken.
+
+    None of a side to which there is no other: what is infinite there has a gradient of zero, too.
+    """
+    q_desc, k_desc, v_desc, grad_out_desc = inputs
+    kv_head = item.head // (C.H // C.HK)
+    q_end, num_rows, kv_end, num_keys, head, taken = item
+    num_rows, num_keys = gl.where(num_keys > 0, num_rows, 0), gl.where(num_rows > 0, num_keys, 0)
+    if taken:
+        barrier = barriers.index(stage)
+        mbarrier.expect(barrier, 4 * q_desc.block_type.nbytes)
+        copy_in(q_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4))
+        copy_in(k_desc, kv_end, num_keys, kv_head, barrier, tiles.index(stage * 4 + 1))
+        copy_in(v_desc, kv_end, num_keys, kv_head, barrier, tiles.index(stage * 4 + 2))
+        copy_in(grad_out_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4 + 3))
+
+
+@gluon.jit
+def _add_up(sums, grad, member, MEMBERS: gl.constexpr):
+    """``grad``, and what the heads before this one give to the same keys."""
+    if MEMBERS > 1:
+        sums = sums.slice(0, grad.shape[0])
+        if member > 0:
+            grad += sums.load(grad.type.layout)
+        sums.store(grad)
+    return grad
+
+
+@gluon.jit
+def _differentiate(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
+    """Gradients of an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
+
+    They leave from where the rows were, as soon as these are not needed.
+    """
+    inputs, grads, tiles, weights, sums, barriers, window, factor, scale = operands
+    grad_q_desc, grad_k_desc, grad_v_desc = grads
+    q_end, num_rows, kv_end, num_keys, head, _ = item
+    MEMBERS: gl.constexpr = C.H // C.HK
+    stage = step % C.STAGES
+    mbarrier.wait(barriers.index(stage), (step // C.STAGES) & 1)
+    q_tile, k_tile = tiles.index(stage * 4), tiles.index(stage * 4 + 1)
+    v_tile, grad_out_tile = tiles.index(stage * 4 + 2), tiles.index(stage * 4 + 3)
+    q, k = _rows(q_tile, ROWS), _rows(k_tile, ROWS)
+    v, grad_out = _rows(v_tile, ROWS), _rows(grad_out_tile, ROWS)
+    products = _multiply(q, k.permute((1, 0)))
+    dp = _multiply(grad_out, v.permute((1, 0)))
+    if C.STAGES == 2:
+        tma.store_wait(0)
+        thread_barrier()
+        _read_all(inputs, tiles, barriers, (step + 1) % C.STAGES, following, C)
+    visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, True)
+    p, _, total = _softmax(products, factor, visible)
+    inverse = 1.0 / gl.where(total != 0, total, 1.0)
+    # From the largest on: exact where a single key is visible.
+    largest = gl.max(gl.where(visible, dp, -float("inf")), 1)
+    largest = gl.where(largest == -float("inf"), 0.0, largest)
+    delta = largest + gl.sum(p * (dp - largest[:, None]), 1) * inverse
+    p = p * inverse[:, None]
+    ds = (p * (dp - delta[:, None])).to(tiles.dtype)
+    p_rows = weights.index(0).slice(0, ROWS).slice(0, ROWS, dim=1)
+    ds_rows = weights.index(1).slice(0, ROWS).slice(0, ROWS, dim=1)
+    p_rows.store(p.to(tiles.dtype))
+    ds_rows.store(ds)
+    if gl.num_warps() > 1:
+        fence_async_shared()
+    thread_barrier()
+    member = head % MEMBERS
+    grad_v = _multiply(p_rows.permute((1, 0)), grad_out)
+    v.store(_add_up(sums.index(0), grad_v, member, MEMBERS).to(tiles.dtype))
+    grad_q = _multiply_weights(ds, k)
+    if gl.num_warps() > 1:
+        thread_barrier()
+    grad_out.store((grad_q * scale).to(tiles.dtype))
+    grad_k = _multiply(ds_rows.permute((1, 0)), q)
+    k.store((_add_up(sums.index(1), grad_k, member, MEMBERS) * scale).to(tiles.dtype))
+    fence_async_shared()
+    thread_barrier()
+    copy_out(grad_q_desc, q_end, num_rows, head, grad_out_tile)
+    if member == MEMBERS - 1:
+        copy_out(grad_v_desc, kv_end, num_keys, head // MEMBERS, v_tile)
+        copy_out(grad_k_desc, kv_end, num_keys, head // MEMBERS, k_tile)
+    if C.STAGES == 1:
+        tma.store_wait(0)
+        thread_barrier()
+        _read_all(inputs, tiles, barriers, 0, following, C)
+
+
+@gluon.jit(do_not_specialize=["num_items", "window"])
+def backward_kernel(
+    samples,  # Samples
+    q_desc,  # of [ΣLq, H, D], see jagged_rows
+    k_desc,  # of [ΣLk, Hk, D]
+    v_desc,  # of [ΣLk, Hk, Dv]
+    grad_out_desc,  # of [ΣLq, H, Dv]
+    grad_q_desc,  # of [ΣLq, H, D]
+    grad_k_desc,  # of [ΣLk, Hk, D]
+    grad_v_desc,  # of [ΣLk, Hk, Dv]
+    num_items,  # B · H
+    window,  # or None
+    factor,  # scale · log2(e), rounded once
+    scale,
+    C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
+):
+    """Each head of samples of up to BLOCK_M rows; of more than half of that unless HALVES.
+
+    Heads that share their keys are taken one after the other by one program.
+    """
+    if C.OVERLAP:
+        launch_dependents()
+    BLOCK: gl.constexpr = C.BLOCK_M
+    shape: gl.constexpr = [4 * C.STAGES] + q_desc.block_type.shape  # noqa: RUF005
+    tiles = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
+    square: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2)
+    weights = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK, BLOCK], square)
+    sums = weights  # which go to nobody else
+    if C.H > C.HK:
+        swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
+        sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK, C.BLOCK_D], swizzled)
+    barriers = gl.allocate_shared_memory(gl.int64, [C.STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(C.STAGES):
+        mbarrier.init(barriers.index(stage), count=1)
+    inputs = (q_desc, k_desc, v_desc, grad_out_desc)
+    grads = (grad_q_desc, grad_k_desc, grad_v_desc)
+    factor = gl.maximum(factor, 1e-30)  # see _softmax
+    operands = (inputs, grads, tiles, weights, sums, barriers, window, factor, scale)
+    n = gl.program_id(0) * C.ITEMS
+    end = gl.minimum(n + C.ITEMS, num_items)
+    step = n * 0
+    item = _locate(n, end, samples, C, True)
+    fence_async_shared()
+    thread_barrier()
+    _read_all(inputs, tiles, barriers, step, item, C)
+    while n < end:
+        n += 1
+        following = _locate(n, end, samples, C, True)
+        if item.taken:
+            if C.HALVES and gl.maximum(item.num_rows, item.num_keys) <= BLOCK // 2:
+                _differentiate(operands, item, following, step, C, BLOCK // 2)
+            else:
+                _differentiate(operands, item, following, step, C, BLOCK)
+            step += 1
+        else:  # where nothing has been read, and what is to be written has left
+            _read_all(inputs, tiles, barriers, step % C.STAGES, following, C)
+        item = following
+    tma.store_wait(0)
+    if C.OVERLAP:
+        wait_for_last_kernel()
+
+
+# Sizes of samples, the longest first, and what was fastest for each on an H200.
+_FORWARD = {
+    64: {"HALVES": False, "ITEMS": 2, "num_warps": 4, "maxnreg": 80},
+    32: {"HALVES": True, "ITEMS": 2, "num_warps": 1, "maxnreg": 152},
+}
+_BACKWARD = {
+    64: {"HALVES": False, "ITEMS": 4, "STAGES": 1, "num_warps": 4},
+    32: {"HALVES": True, "ITEMS": 4, "STAGES": 2, "num_warps": 1},
+}
+# With fewer rows a sample, most have up to 32. The kernel for longer ones passes those by, many to
+# a program.
+FEW_MEAN_ROWS = 24
+ITEMS_OF_FEW = 16
+_launch_forward = Launcher(forward_kernel)
+_launch_backward = Launcher(backward_kernel)
+
+
+def _sizes(direction: dict[int, dict], num_rows: int, num_samples: int) -> list[tuple[int, dict]]:
+    """Sizes of samples and compile-time arguments of their kernels, by the rows of the batch."""
+    sizes = dict(direction)
+    if num_rows < FEW_MEAN_ROWS * num_samples:
+        sizes[MOST_ROWS] = sizes[MOST_ROWS] | {"ITEMS": ITEMS_OF_FEW}
+    return list(sizes.items())
+
+
+def forward(
+    inputs: Inputs,
+    outputs: FlashOutputs,
+    samples: Samples,
+    window: int | None,
+    factor: float,
+    constants: Constants,
+) -> None:
+    """Write the rows of ``outputs`` of samples of at most ``MOST_ROWS`` rows."""
+    (q, k, _), (out, stats) = inputs, outputs
+    num_samples = samples.q_offsets.numel() - 1
+    num_items = num_samples * constants.H
+    overlap = overlap_options(devices.launches_overlap(q.device))
+    for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):
+        if window is not None and block == MOST_ROWS:
+            options = options | {"maxnreg": options["maxnreg"] + 16}  # for its mask
+        _launch_forward(
+            (triton.cdiv(num_items, options["ITEMS"]),),
+            (
+                stats, *(jagged_rows(x, block, WIDTH) for x in (*inputs, out)), samples,
+                stats[0].numel(), num_items, window, factor,
+            ),
+            constants.on_hopper(BLOCK_M=block, BLOCK_N=block, **options, **overlap),
+        )  # fmt: skip
+
+
+def backward(
+    inputs: Inputs,
+    grads: Gradients,
+    samples: Samples,
+    window: int | None,
+    factor: float,
+    scale: float,
+    constants: Constants,
+) -> None:
+    """Write the gradients of samples of at most ``MOST_ROWS`` rows."""
+    q, k, _ = inputs
+    num_samples = samples.q_offsets.numel() - 1
+    num_items = num_samples * constants.H
+    members = constants.H // constants.HK  # heads that share keys, which stay together
+    overlap = overlap_options(devices.launches_overlap(q.device))
+    for block, options in _sizes(_BACKWARD, max(q.shape[0], k.shape[0]), num_samples):
+        items = triton.cdiv(options["ITEMS"], members) * members
+        rows = (*inputs, grads.out, grads.q, grads.k, grads.v)
+        _launch_backward(
+            (triton.cdiv(num_items, items),),
+            (
+                samples,
+                *(jagged_rows(x, block, WIDTH) for x in rows),
+                num_items,
+                window,
+                factor,
+                scale,
+            ),
+            constants.on_hopper(
+                BLOCK_M=block, BLOCK_N=block, **options | {"ITEMS": items}, **overlap
+            ),
+        )

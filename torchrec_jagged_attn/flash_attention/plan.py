@@ -1,0 +1,321 @@
+"""Which kernels take a call of jagged flash attention, which tiles they get, and why.
+
+A call may have short samples and long ones. ``PATHS`` says which kernels take each: kernels of
+their own compute a short sample whole, all pairs of rows at once; the others cut a sample into
+tiles (``tile_list.py``). Tile sizes are the fastest of those tried on an H200.
+
+A plan depends on shapes alone. It does not depend on lengths, which kernels read on the device; and
+of the number of rows and samples it asks only whether there are any, and whether int32 counts them.
+So a sample has the same bits in every batch, and one plan serves all batches of a model.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.flash_attention.kernels import general_short, hopper_short
+from torchrec_jagged_attn.flash_attention.kernels.records import Constants
+from torchrec_jagged_attn.runtime.kernels.matmul import (
+    MOST_COLUMNS_OF_PARTS,
+    gradient_precision,
+    padded_width,
+    tile_rows,
+)
+from torchrec_jagged_attn.runtime.paths import Choice, Condition, Path, choose
+
+__all__ = ["PATHS", "Call", "Plan", "plan_of"]
+
+
+class Call(NamedTuple):
+    """What a plan depends on.
+
+    Attributes:
+        on_hopper: whether the device is a Hopper GPU.
+        precision: of products, see ``product_precision``.
+        shared_memory: bytes that a program may have.
+        num_heads: heads of queries.
+        num_key_heads: heads of keys and values.
+        width: of queries and keys.
+        value_width: of values.
+        has_bias: whether there is a ``bias``, which may be prior weights.
+        has_prior_weights: whether it is those.
+        has_row_dropout: whether rows of keys are dropped.
+        has_dropout: whether weights are.
+        position_buckets: rows of ``position_bias``, 0 without it.
+        age_buckets: those of ``age_bias``.
+        distance_buckets: those of ``relative_bias``.
+        counted: whether int32 counts the pairs of a sample and a head.
+        in_boxes: whether the tensor memory accelerator can address the inputs, and in backward the
+            gradients that come and go, and none of them is empty.
+    """
+
+    device: torch.device
+    on_hopper: bool
+    dtype: torch.dtype
+    precision: str
+    shared_memory: int
+    num_heads: int
+    num_key_heads: int
+    width: int
+    value_width: int
+    has_bias: bool
+    has_prior_weights: bool
+    has_row_dropout: bool
+    has_dropout: bool
+    position_buckets: int
+    age_buckets: int
+    distance_buckets: int
+    causal: bool
+    negative_scale: bool
+    counted: bool
+    in_boxes: bool = True
+
+    @property
+    def padded_width(self) -> int:
+        """Columns of a tile: of all alike.
+
+        Values narrower than keys come out wrong of Triton 3.6, on an H200.
+        """
+        return padded_width(max(self.width, self.value_width))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a tile."""
+        return self.padded_width * self.dtype.itemsize
+
+    @property
+    def biased_by_keys(self) -> bool:
+        """Whether scores have a bias that goes by the key's row, position or age; ``-inf`` of what
+        is dropped is one.
+        """
+        by_bucket = self.position_buckets > 0 or self.age_buckets > 0
+        return self.has_bias or self.has_row_dropout or by_bucket
+
+    @property
+    def biased(self) -> bool:
+        """Whether scores have any bias."""
+        return self.biased_by_keys or self.distance_buckets > 0
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return devices.hopper_multiprocessors(device) > 0
+
+
+_HALF = Condition("half precision", lambda call: call.dtype.itemsize == 2)
+_NO_DROPOUT = Condition("no dropout of weights", lambda call: not call.has_dropout)
+_NO_BIAS = Condition("no bias", lambda call: not call.biased)
+# The largest score is that of the largest product; the general kernels negate queries instead.
+_SCALE = Condition("scale >= 0", lambda call: not call.negative_scale)
+_IN_BOXES = Condition(
+    "rows on every side, whose widths, strides and addresses are multiples of 16 bytes",
+    lambda call: call.in_boxes,
+)
+
+PATHS = (
+    Path(
+        "hopper_short",
+        (
+            _HALF,
+            _NO_DROPOUT,
+            _NO_BIAS,
+            _SCALE,
+            Condition(
+                f"a larger width of 33 to {hopper_short.WIDTH}",
+                lambda call: call.padded_width == hopper_short.WIDTH,
+            ),
+            _IN_BOXES,
+            Condition("samples times heads below 2^31", lambda call: call.counted),
+        ),
+        runs_on=_is_hopper,
+        device="a Hopper GPU",
+        samples=f"samples of at most {hopper_short.MOST_ROWS} rows on both sides",
+    ),
+    Path(
+        "general_short",
+        (
+            _HALF,
+            _NO_BIAS,
+            Condition("widths of at most 128", lambda call: call.padded_width <= 128),
+        ),
+        samples=f"samples of at most {general_short.MOST_ROWS} rows on both sides",
+    ),
+    Path(
+        "hopper",
+        (
+            _HALF,
+            _NO_DROPOUT,
+            Condition("no bias but by distance", lambda call: not call.biased_by_keys),
+            _SCALE,
+            Condition("a larger width of 33 to 128", lambda call: call.padded_width in (64, 128)),
+            _IN_BOXES,
+        ),
+        runs_on=_is_hopper,
+        device="a Hopper GPU",
+    ),
+    Path("general"),
+)
+_OF_LONG_SAMPLES = tuple(path for path in PATHS if not path.samples)
+_MOST_ROWS = {"hopper_short": hopper_short.MOST_ROWS, "general_short": general_short.MOST_ROWS}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernels of a call, and their compile-time constants.
+
+    Attributes:
+        call: what it was made from.
+        short_samples: the path of short samples; that of long ones where no kernel takes them
+            whole.
+        long_samples: the path of all others.
+        most_short: the most rows of a sample that is short; 0 where none is.
+        together: how many rows of the other side samples have whose tiles of keys are interleaved
+            in the list, see ``list_tiles``.
+        constants: of every general kernel, but for strides and tiles.
+    """
+
+    call: Call
+    short_samples: Choice
+    long_samples: Choice
+    most_short: int
+    together: int
+    constants: Constants = field(repr=False)
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether kernels of Hopper take the long samples."""
+        return self.long_samples.path == "hopper"
+
+    @property
+    def short_on_hopper(self) -> bool:
+        """Whether kernels of Hopper take the short samples."""
+        return self.short_samples.path == "hopper_short"
+
+    @functools.cached_property
+    def short(self) -> dict[str, Any]:
+        """Tile of samples taken whole by the general kernels."""
+        block, warps = self.most_short, 1 if self.call.row_bytes <= 128 else 2
+        return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps}
+
+    @functools.cached_property
+    def forward(self) -> dict[str, Any]:
+        """Tile of the forward kernel."""
+        if self._in_parts:
+            return self._tile_in_parts(64, 32)
+        if self._is_small:
+            return self._small
+        stages = 2 if self.call.biased or self.call.dtype.itemsize == 4 else 3
+        return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
+
+    @functools.cached_property
+    def grad_q(self) -> dict[str, Any]:
+        """Tile of the gradient of queries."""
+        if self._in_parts:
+            return self._tile_in_parts(64, 32)
+        if self._is_small:
+            return self._small
+        stages = 4 if self.call.row_bytes <= 128 else 3
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4, "num_stages": stages}
+
+    @functools.cached_property
+    def grad_kv(self) -> dict[str, Any]:
+        """Tile of the gradients of keys and values."""
+        if self._in_parts:
+            return self._tile_in_parts(32, 32)
+        if self._is_small:
+            return self._small
+        tile = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
+        if self.call.row_bytes <= 128 and not self.call.biased:
+            return tile | {"num_stages": 2, "maxnreg": 128}
+        return tile | {"num_stages": 3}
+
+    @functools.cached_property
+    def grad_relative(self) -> dict[str, Any]:
+        """Tile of the gradient of scores by distance."""
+        stages = 2 if self.call.row_bytes <= 128 else 1
+        tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
+        if self._in_parts and self.call.on_hopper and self.call.padded_width <= 128:
+            tile["num_stages"] = 1
+        elif self._is_small:
+            tile = self._small | {"num_stages": 1, "PRECISION": _precision_of_wholes(self.call)}
+        return tile | {"BLOCKS_R": padded_width(self.call.distance_buckets) // 16}
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether products are those of fp32 in parts of bf16."""
+        return self.constants.PRECISION == "bf16x8"
+
+    def _tile_in_parts(self, block_m: int, block_n: int) -> dict[str, Any]:
+        """Tile of fp32 in parts of bf16, with these rows where they have 128 columns."""
+        stages = 2
+        if not self.call.on_hopper:  # both factors lie in registers: larger ones spill
+            block_m = block_n = 32 if self.call.padded_width <= 64 else 16
+        elif self.call.padded_width <= 64:
+            block_m, block_n, stages = 64, 64, 1
+        elif self.call.padded_width == 256:
+            block_m, block_n = 16, 16
+        return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4, "num_stages": stages}
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether operands of larger tiles would not fit."""
+        return self.call.row_bytes > 256 or _precision_of_wholes(self.call) == "ieee"
+
+    @functools.cached_property
+    def _small(self) -> dict[str, Any]:
+        """Tile of exact fp32, or of wide rows, whose operands fill shared memory.
+
+        The gradient of keys takes the most: four operands, or five of TF32, and scores.
+        """
+        call, precision = self.call, _precision_of_wholes(self.call)
+        block = tile_rows(call.row_bytes, precision, registers=8192)
+        if precision == "ieee":
+            block = min(block, 32)  # scores of larger ones spill
+        operands = 5 if call.dtype.itemsize == 4 and precision == "tf32" else 4
+        while block > 16 and (
+            block * (operands * call.row_bytes + 4 * block + 16) > call.shared_memory
+        ):
+            block //= 2
+        warps = 4 if call.row_bytes < 512 else 8
+        return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps, "num_stages": 2}
+
+
+def _precision_of_wholes(call: Call) -> str:
+    """That of products whose factors are not taken apart."""
+    return "ieee" if call.precision == "bf16x6" else call.precision
+
+
+@functools.cache
+def plan_of(call: Call) -> Plan:
+    """The plan of ``call``."""
+    short = choose(PATHS, call.device, call)
+    precision = _precision_of_wholes(call)
+    if call.padded_width <= MOST_COLUMNS_OF_PARTS:
+        precision = gradient_precision(call.precision)
+    return Plan(
+        call=call,
+        short_samples=short,
+        long_samples=choose(_OF_LONG_SAMPLES, call.device, call),
+        most_short=_MOST_ROWS.get(short.path, 0),
+        together=2**16 // (1 << (call.num_key_heads - 1).bit_length()),
+        constants=Constants(
+            H=call.num_heads,
+            HK=call.num_key_heads,
+            D=call.width,
+            DV=call.value_width,
+            BLOCK_D=call.padded_width,
+            CAUSAL=call.causal,
+            NEGATIVE=call.negative_scale,
+            EXACT=call.dtype == torch.float32,
+            PRECISION=precision,
+            P=call.position_buckets,
+            A=call.age_buckets,
+            R=call.distance_buckets,
+            PRIOR=call.has_prior_weights,
+            BIASED=call.biased,
+        ),
+    )

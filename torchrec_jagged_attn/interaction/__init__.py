@@ -1,0 +1,1 @@
+"""Products, softmax and elementwise ops of jagged tensors."""

@@ -1,0 +1,77 @@
+"""Which kernels compute an op within each sample, and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.runtime.kernels.tma import is_addressable
+from torchrec_jagged_attn.runtime.paths import Condition, Path
+
+__all__ = ["LONGEST_COLUMN", "LONGEST_WHOLE_ROW", "PATHS", "PairProduct"]
+
+# With fewer rows of x per sample, much of a tile of x is empty: on an H200, the general kernel is
+# then as fast or faster, and it needs no list of tiles.
+MIN_MEAN_ROWS = 128
+# Rows of the longest sample whose columns are read several times: it stays in the cache.
+LONGEST_COLUMN = 1024
+# Elements of the longest row of pairs that is read once, into one tile.
+LONGEST_WHOLE_ROW = 512
+
+
+class PairProduct(NamedTuple):
+    """What the path of a product of pairs depends on.
+
+    Attributes:
+        x: ``[Nx, D]``, not empty.
+        y: ``[Ny, D]``, not empty.
+        num_samples: ``B``.
+    """
+
+    x: Tensor
+    y: Tensor
+    num_samples: int
+
+
+def _can_copy_rows(call: PairProduct) -> bool:
+    """Whether the tensor memory accelerator can address the rows of x and y."""
+    return all(t.stride(1) == 1 and is_addressable(t.unsqueeze(1)) for t in (call.x, call.y))
+
+
+# By op. The kernels of one product give the same bits, so that the mean length, which depends on
+# other samples, may decide. The two softmaxes decide for each sample, on the device.
+PATHS = {
+    "jagged_jagged_bmm_jagged_out": (
+        Path(
+            "hopper_pairs",
+            (
+                Condition(
+                    "half precision", lambda call: call.x.dtype in (torch.bfloat16, torch.float16)
+                ),
+                Condition(
+                    f"{MIN_MEAN_ROWS} rows of x or more per sample in the mean",
+                    lambda call: call.x.shape[0] >= MIN_MEAN_ROWS * call.num_samples,
+                ),
+                Condition("a width of 8 to 128", lambda call: 0 < call.x.shape[1] <= 128),
+                Condition(
+                    "a width that 8 divides, rows at multiples of 16 bytes that do not overlap",
+                    _can_copy_rows,
+                ),
+            ),
+            runs_on=lambda device: devices.hopper_multiprocessors(device) > 0,
+            device="a Hopper GPU",
+        ),
+        Path("general"),
+    ),
+    "jagged_softmax": (
+        Path("short_columns", samples=f"samples of up to {LONGEST_COLUMN} rows"),
+        Path("long_lines"),
+    ),
+    "jagged2_softmax": (
+        Path("whole_rows", samples=f"samples of up to {LONGEST_WHOLE_ROW} rows of y"),
+        Path("long_lines"),
+    ),
+}

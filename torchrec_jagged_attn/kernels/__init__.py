@@ -1,1 +1,0 @@
-"""Kernels in Triton and Gluon, and their launchers: families side by side, on one common ground."""

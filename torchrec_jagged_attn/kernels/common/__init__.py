@@ -1,1 +1,0 @@
-"""What the families of kernels share. It imports none of them."""

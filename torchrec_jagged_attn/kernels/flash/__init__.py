@@ -1,1 +1,0 @@
-"""Multi-head attention within each sample, self or cross."""

@@ -1,1 +1,0 @@
-"""Feature interactions: products within each sample, the softmax, sums over rows."""

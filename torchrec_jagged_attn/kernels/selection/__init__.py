@@ -1,1 +1,0 @@
-"""Rows of each sample with the highest scores: which these are, and copies of rows."""

@@ -1,1 +1,0 @@
-"""Rows kept as codes: into bytes, and out of them."""

@@ -1,1 +1,0 @@
-"""Calls of ops that are recorded once, and then run by C++."""

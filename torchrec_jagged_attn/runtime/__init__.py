@@ -1,0 +1,1 @@
+"""How ops are registered, launched, recorded and replayed."""

@@ -1,0 +1,108 @@
+"""What kernels in Gluon share: layouts of products, barriers, launches that overlap."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    warpgroup_mma,
+)
+
+from torchrec_jagged_attn.runtime.kernels.tma import read, wait_full
+
+__all__ = [
+    "WG_ROWS",
+    "as_operand",
+    "as_rows",
+    "hear",
+    "launch_dependents",
+    "multiply_keys",
+    "next_tile",
+    "products_by_warp",
+    "products_by_warpgroup",
+    "tell",
+    "thread_barrier",
+    "wait_for_last_kernel",
+]
+WG_ROWS = gl.constexpr(64)  # queries of a warpgroup
+
+
+@gluon.jit
+def tell(fields, step, tile, STAGES: gl.constexpr):
+    """Leave the fields of this step's ``tile``, which say where it lies, in shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    FIELDS: gl.constexpr = fields.shape[0] // STAGES
+    for field in gl.static_range(FIELDS):
+        value = gl.full([1], tile[field], gl.int32, layout)
+        fields.index(step % STAGES * FIELDS + field).store(value)
+
+
+@gluon.jit
+def hear(fields, step, field: gl.constexpr, STAGES: gl.constexpr):
+    """One of the fields that :func:`tell` has left."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    FIELDS: gl.constexpr = fields.shape[0] // STAGES
+    return gl.max(fields.index(step % STAGES * FIELDS + field).load(layout), 0)
+
+
+@gluon.jit
+def next_tile(fields, queries, step):
+    """``(row, count, num_keys, head)`` of this step's tile, once its queries are there."""
+    STAGES: gl.constexpr = queries.full.shape[0]
+    wait_full(queries, step)
+    row, count = hear(fields, step, 0, STAGES), hear(fields, step, 1, STAGES)
+    num_keys, head = hear(fields, step, 2, STAGES), hear(fields, step, 3, STAGES)
+    return row, count, num_keys, head
+
+
+@gluon.jit
+def multiply_keys(q, keys, n):
+    """Begin the products of queries and tile ``n`` of keys."""
+    k = read(keys, n)
+    BLOCK_N: gl.constexpr = k.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    zeros = gl.zeros([WG_ROWS, BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def as_operand(weights, dtype: gl.constexpr):
+    """Weights as the left side of a product."""
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, weights.type.layout, 2))
+
+
+@gluon.constexpr_function
+def products_by_warpgroup(columns, warps):
+    """The tensor cores' products of warpgroups, of four warps each, ``columns`` on their N side."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+
+
+@gluon.jit
+def as_rows(box):
+    """A box of rows in shared memory, as ``[rows, width]``."""
+    return box.reshape([box.shape[2], box.shape[4]])
+
+
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6's name, 3.7's
+
+
+@gluon.constexpr_function
+def products_by_warp(warps):
+    """The tensor cores' products of single warps, ``warps`` of them along M."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+
+
+@gluon.jit
+def launch_dependents():
+    """Let the next kernel begin once all programs have: it waits for their results itself."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_last_kernel():
+    """Wait until the kernel before this one, which may have let it begin early, has ended."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

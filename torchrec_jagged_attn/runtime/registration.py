@@ -1,0 +1,370 @@
+"""How an op is registered: its implementation, fake and gradient.
+
+As by ``torch.library.custom_op``, but that transforms of ``torch.func`` take gradients, too, and
+that what has no derivative says so. Where the host must not be late, ``calls.py`` calls an op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
+
+from torchrec_jagged_attn.runtime.calls import ReplayedOp
+from torchrec_jagged_attn.runtime.flops import count_flops
+
+__all__ = [
+    "register_op",
+    "register_op_without_grad",
+    "replayed_without_grad",
+]
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+Arguments = TypeVar("Arguments", bound=Any)
+Outputs = TypeVar("Outputs", bound=Any)
+
+NAMESPACE = "torchrec_jagged_attn"
+DEVICES = ("CPU", "CUDA")
+
+# Kept alive as long as their op; dropped where a reload registers the op again.
+_libraries: dict[str, torch.library.Library] = {}
+# What runs on a device, of each op.
+_runs: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+
+
+def register_op(
+    name: str,
+    *,
+    arguments: type[Arguments],
+    outputs: type[Outputs],
+    forward: Callable[[Arguments], Outputs],
+    fake: Callable[[Arguments], Outputs],
+    backward: Callable[..., NamedTuple],
+    non_differentiable: tuple[str, ...] = (),
+    axes: dict[str, int] | None = None,
+    unsaved: tuple[str, ...] = (),
+    fake_backward: Callable[..., NamedTuple] | None = None,
+    passes_gradient: bool = False,
+    num_differentiable: int = 1,
+    lengths: tuple[str, ...] = (),
+    check: Callable[..., object] | None = None,
+    flops: Callable[[Arguments, Arguments | None], int] | None = None,
+) -> tuple[torch._ops.OpOverload, ReplayedOp]:
+    """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
+
+    Both run with autocast off, and return new tensors that share no memory with any other.
+    ``torch.func.grad`` and ``vjp`` work, and ``vmap`` takes one element after the other. Second
+    derivatives are refused, and gradients of a batch, as ``vmap`` of a gradient takes.
+
+    Args:
+        name: of the op.
+        arguments: the record of the op's arguments, whose fields are the schema. Tensors come
+            before all others.
+        outputs: the record of what the op returns, tensors alone. A single one is returned as it
+            is: what traces shapes takes a tuple of one for constant.
+        forward: from arguments to outputs.
+        fake: ``forward`` on tensors without data.
+        backward: ``(*grads, arguments, outputs, needs)`` to a record of gradients by the names of
+            the arguments, in their shapes and dtypes. ``grads`` are those of the outputs that have
+            one, and ``needs`` has a bool for each argument: whether its gradient is needed.
+        non_differentiable: names of tensors among the arguments that may be floating-point, and of
+            which the output is piecewise constant: they have no gradient, even if they require one.
+        axes: of arguments and outputs, along which axis their length differs from call to call; by
+            default along the first one of all.
+        unsaved: names of arguments and outputs that ``backward`` does not read, and gets ``None``
+            for.
+        fake_backward: ``(*grads, arguments, outputs)`` to a record of all gradients without data,
+            where they are not those of the arguments that are saved.
+        passes_gradient: whether the gradient of the first argument is that of the output, and not
+            made by ``backward``.
+        num_differentiable: how many of the outputs have a gradient, the first ones. Where there are
+            several, the gradient of an output that is not used is zeros.
+        lengths: names of the integers that differ from call to call, which follow the tensors.
+        check: of the arguments, raises if they do not fit; made by the caller that is returned, not
+            by the op itself.
+        flops: of products, for PyTorch's counter: those of forward, or, with ``needs``, of
+            backward. An op without products has none.
+
+    Returns:
+        The op, a function of the arguments one by one; and what calls it at little cost to the
+        host, for the outputs that have a gradient alone.
+    """
+    num_arguments, is_single = len(arguments._fields), len(outputs._fields) == 1
+
+    def returned(made: Outputs) -> Any:
+        return made[0] if is_single else made
+
+    def run_forward(*fields: Any) -> Any:
+        return returned(forward(arguments(*fields)))
+
+    def fake_forward(*fields: Any) -> Any:
+        return returned(fake(arguments(*fields)))
+
+    def records_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``backward`` takes, of what its op is given."""
+        grads, (needs_grad, *fields) = given[:num_differentiable], given[num_differentiable:]
+        of_outputs = outputs(*fields[num_arguments:])
+        return *grads, arguments(*fields[:num_arguments]), of_outputs, arguments(*needs_grad)
+
+    def gradients(*given: Any) -> list[Tensor]:
+        *_, needs = records = records_of(given)
+        grads = backward(*records)
+        pairs = zip(arguments._fields, needs, strict=True)
+        found = [getattr(grads, name) for name, need in pairs if need]
+        return [grad for grad in found if grad is not None]
+
+    def fake_gradients(*given: Any) -> list[Tensor]:
+        *grads, like, of_outputs, needs = records_of(given)
+        if fake_backward is not None:
+            like = fake_backward(*grads, like, of_outputs)
+        pairs = zip(arguments._fields, needs, strict=True)
+        found = [getattr(like, name) for name, need in pairs if need]
+        return [x.new_empty(x.shape) for x in found]
+
+    def passed(backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        if not passes_gradient:
+            return backward
+
+        def gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
+            first, others = needs_grad[0], [False, *needs_grad[1:]]
+            made = backward(grad_out, others, *fields) if any(others) else []
+            return [grad_out, *made] if first else made
+
+        return gradients
+
+    of_arguments, of_outputs = get_type_hints(arguments), get_type_hints(outputs)
+    returns: Any = Tensor if is_single else tuple[tuple(of_outputs.values())]
+    op, run, library = _define(name, run_forward, fake_forward, _schema(of_arguments, returns))
+    of_saved = of_arguments | of_outputs | dict.fromkeys(unsaved, Tensor | None)
+    of_grads = {f"grad_{x}": Tensor for x in ("out", *outputs._fields[1:num_differentiable])}
+    of_backward = of_grads | {"needs_grad": Sequence[bool]} | of_saved
+    backward_op, run_backward, backward_library = _define(
+        f"{name}_backward", gradients, fake_gradients, _schema(of_backward, list[Tensor])
+    )
+    tensors = _tensors(op)
+    num_tensors = len(tensors)
+    if flops is not None:
+        count_flops(op, lambda *fields, out_val: flops(arguments(*fields), None))
+        count_flops(
+            backward_op,
+            lambda *given, out_val: flops(*records_of(given)[num_differentiable::2]),
+        )
+    saved = [x not in unsaved for x in (*tensors, *outputs._fields)]
+
+    def node_forward(ctx: Any, *inputs: Any) -> Any:
+        made = _call_below_autograd(op, inputs)
+        outputs = (made,) if is_single else made
+        ctx.set_materialize_grads(num_differentiable > 1)
+        ctx.mark_non_differentiable(*outputs[num_differentiable:])
+        kept = zip((*inputs[:num_tensors], *outputs), saved, strict=True)
+        ctx.save_for_backward(*(x if is_saved else None for x, is_saved in kept))
+        ctx.constants = inputs[num_tensors:]
+        ctx.is_transformed = torch._C._are_functorch_transforms_active()
+        return made
+
+    def call_backward(*arguments: Any) -> list[Tensor]:
+        with _below_autograd():
+            return backward_op(*arguments)
+
+    def node_backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs_grad = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None] * len(needs_grad)
+        if grads_out[0] is None:
+            return tuple(grads)
+        # Transforms always request a graph: there the op of backward refuses its own gradient.
+        if torch.is_grad_enabled() and not ctx.is_transformed:
+            raise NotImplementedError(f"{name} has no second derivative, got create_graph=True")
+        tensors = ctx.saved_tensors
+        inputs, outputs = tensors[:num_tensors], tensors[num_tensors:]
+        given = (needs_grad, *inputs, *ctx.constants, *outputs)
+        arguments = (*grads_out[:num_differentiable], *given)
+        if torch.compiler.is_compiling() or ctx.is_transformed:
+            needed = passed(backward_op)(*arguments)
+        else:
+            needed = passed(call_backward)(*arguments)
+        needed_at = (at for at, need in enumerate(needs_grad) if need)
+        for at, grad in zip(needed_at, needed, strict=True):
+            grads[at] = grad
+        return tuple(grads)
+
+    def once_forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(_call_below_autograd(backward_op, inputs))
+
+    def refuse(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError(f"{name} has no second derivative")
+
+    def refuse_batch(*_: Any) -> None:
+        raise NotImplementedError(
+            f"{name} has no gradient of a batch, got one of torch.func.vmap or of "
+            "is_grads_batched=True: join its samples by offsets, or take one after the other"
+        )
+
+    _differentiate(op, library, node_forward, node_backward, non_differentiable)
+    _differentiate(backward_op, backward_library, once_forward, refuse)
+    for key in ("FuncTorchBatched", "Batched"):
+        backward_library.impl(f"{name}_backward", refuse_batch, key)
+
+    floats = [x not in non_differentiable and not x.endswith("offsets") for x in tensors]
+    names = (*tensors, *outputs._fields)
+    all_axes = [0 if axes is None else axes.get(x, -1) for x in names]
+    return op, ReplayedOp(
+        op,
+        check=check,
+        differentiable=floats,
+        num_lengths=len(lengths),
+        num_returned=num_differentiable,
+        axes=[0] * num_differentiable + all_axes,
+        saved=saved,
+        run=run,
+        run_backward=passed(run_backward),
+        call_backward=passed(call_backward),
+    )
+
+
+def register_op_without_grad(
+    name: str, *, forward: Callable[..., Any], fake: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, to be called where no gradient is
+    taken, as in another op's backward.
+
+    The schema is that of the annotated ``forward``, which runs with autocast off, and returns new
+    tensors that share no memory with any other.
+    """
+    return _define(name, forward, fake)[0]
+
+
+def replayed_without_grad(
+    op: torch._ops.OpOverload,
+    lengths: tuple[str, ...] = (),
+    check: Callable[..., object] | None = None,
+) -> ReplayedOp:
+    """What calls an op of :func:`register_op_without_grad` at little cost to the host.
+
+    Several outputs are given as a tuple. Tensors come before all other inputs; along its first
+    axis, the length of each differs from call to call. Integers that do so, too, follow, of which
+    ``lengths`` has the names. ``check`` is that of :func:`register_op`.
+    """
+    num_tensors, num_outputs = len(_tensors(op)), len(op._schema.returns)
+    return ReplayedOp(
+        op,
+        check=check,
+        differentiable=[False] * num_tensors,
+        num_lengths=len(lengths),
+        axes=[0] * (num_outputs + num_tensors + num_outputs),
+        saved=[False] * (num_tensors + num_outputs),
+        run=_runs[op],
+        num_returned=num_outputs,
+    )
+
+
+def _tensors(op: torch._ops.OpOverload) -> list[str]:
+    """Names of the tensors among its arguments."""
+    return [x.name for x in op._schema.arguments if "Tensor" in str(x.type)]
+
+
+def _differentiate(
+    op: torch._ops.OpOverload,
+    library: torch.library.Library,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    non_differentiable: tuple[str, ...] = (),
+) -> None:
+    """Where an input of ``op`` needs a gradient, other than one that is ``non_differentiable``, it
+    runs as the node of ``forward``, which calls ``op`` again, below autograd.
+    """
+    name = op._schema.name.split("::")[1]
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    node = type(name, (torch.autograd.Function,), functions)
+    node_of_level = type(name, (_SingleLevelFunction,), functions)
+    detached = [at for at, x in enumerate(op._schema.arguments) if x.name in non_differentiable]
+
+    def autograd(*inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, inputs)
+        needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+        if needs_grad:
+            for at in detached:
+                if inputs[at] is not None and inputs[at].requires_grad:
+                    inputs = (*inputs[:at], inputs[at].detach(), *inputs[at + 1 :])
+                    needs_grad = torch._C._any_requires_grad(*inputs)
+        if not needs_grad:
+            with _below_autograd():
+                return op(*inputs)
+        if not torch._C._are_functorch_transforms_active():
+            return node.apply(*inputs)
+        with enable_single_level_autograd_function():  # the dispatcher calls this at each level
+            return node_of_level.apply(*inputs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    library.impl(name, autograd, "Autograd")
+
+
+def _call_below_autograd(op: torch._ops.OpOverload, inputs: tuple[Any, ...]) -> Any:
+    """``op(*inputs)``, in the forward of a node, which runs with gradients off: those that are
+    taken outside of a transform's level are not.
+    """
+    if torch._C._are_functorch_transforms_active():
+        with torch.enable_grad(), _set_fwd_grad_enabled(True), _below_autograd():
+            return op(*inputs)
+    with _below_autograd():
+        return op(*inputs)
+
+
+def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
+    """Forward-mode derivatives are not made: without an error they would be zero."""
+    for x in inputs:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name} has no forward-mode derivative, got a dual tensor")
+
+
+def _schema(arguments: dict[str, Any], returns: Any) -> str:
+    """The schema of an op that takes ``arguments``, from names to types."""
+
+    def prototype() -> None: ...
+
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    prototype.__signature__ = Signature(  # pyright: ignore[reportFunctionMemberAccess]
+        [Parameter(name, kind, annotation=of_type) for name, of_type in arguments.items()],
+        return_annotation=returns,
+    )
+    return torch.library.infer_schema(prototype, mutates_args=())
+
+
+def _define(
+    name: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    schema: str | None = None,
+) -> tuple[torch._ops.OpOverload, Callable[..., Any], torch.library.Library]:
+    """The op of an implementation and its fake, without a gradient; what runs on a device; and the
+    op's library.
+
+    The first input is a tensor, whose device becomes the current one. The schema is by default that
+    of the annotated implementation.
+    """
+    if schema is None:
+        schema = torch.library.infer_schema(implementation, mutates_args=())
+
+    def run(*arguments: Any) -> Any:
+        if forward_ad._current_level >= 0:  # gradients, too, may have a tangent
+            _refuse_tangents(name, arguments)
+        with torch._C._DisableAutocast(), torch.cuda.device_of(arguments[0]):
+            return implementation(*arguments)
+
+    if name in _libraries:
+        _libraries.pop(name)._destroy()
+    library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(name + schema)
+    for key in DEVICES:
+        library.impl(name, run, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _runs[op] = run
+    return op, run, library

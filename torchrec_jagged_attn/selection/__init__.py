@@ -1,0 +1,1 @@
+"""Rows of the highest scores, and copies of rows."""

@@ -1,0 +1,401 @@
+"""``jagged_target_attention``: a few queries per sample over its history rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.attention.prior_weights import bias_gradient, bias_or_prior_weights
+from torchrec_jagged_attn.checks import (
+    check_biases,
+    check_finite,
+    check_float,
+    check_indices,
+    check_indices_values,
+    check_integers,
+    check_num_levels,
+    check_number,
+    check_offsets_metadata,
+    check_packed_history,
+    check_packed_values,
+    check_same,
+    check_score,
+    check_shape,
+    check_tensor,
+    check_width,
+)
+from torchrec_jagged_attn.devices import implementation_of
+from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.runtime.autocast import cast_as_products
+from torchrec_jagged_attn.runtime.flops import attention_flops, pairs_of
+from torchrec_jagged_attn.runtime.registration import register_op
+from torchrec_jagged_attn.target_attention import cpu
+from torchrec_jagged_attn.target_attention.arguments import (
+    TargetArguments,
+    TargetGradients,
+    TargetOutputs,
+    TargetOutputsWithLse,
+)
+from torchrec_jagged_attn.target_attention.kernels import attention as kernels
+from torchrec_jagged_attn.target_attention.kernels.records import Listing
+
+__all__ = ["jagged_target_attention", "target_attention_with_lse"]
+
+
+def jagged_target_attention(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    *,
+    query_offsets: Tensor | None = None,
+    indices: Tensor | None = None,
+    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    age_bias: Tensor | None = None,
+    timestamps: Tensor | None = None,
+    request_time: Tensor | None = None,
+    prior_weights: Tensor | None = None,
+    row_dropout: float = 0.0,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    score: Literal["softmax", "silu", "sigmoid"] = "softmax",
+    num_levels: int | None = None,
+) -> Tensor:
+    r"""Attend query rows over the history rows of their own sample, keys and values at once.
+
+    For query row :math:`q` of head :math:`h`, over the rows :math:`x_n` of its sample,
+
+    .. math:: out = \sum_n p_n x_n, \qquad
+              p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + bias_{nh} + P_{\beta(position_n), h}
+              + A_{\beta(age_n), h} + \log w_n)
+
+    All heads share one pass over the history. An empty history gives zeros. Positions count the
+    newer rows of the sample; ages are the time from a row to the sample's ``request_time``, or to
+    its last row without one, and zero where that is negative. Both fall into four buckets per
+    octave below 2^32, and one per octave above, :math:`\beta(x) = \min(\lfloor 4 \log_2(1 + x)
+    \rfloor, 96 + \lfloor \log_2(1 + x) \rfloor)` (of ``1 + x`` rounded to fp32): a table of 160
+    rows has one for every age that int64 holds. Everything beyond a table falls into its last
+    bucket. A row whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such
+    rows alone gives zeros; but positions and ages count it.
+
+    With gather indices, ``indices``, row ``n`` is ``history[indices[n]]``; ``history`` has unique
+    rows, or those of a whole table. No ``[N, D]`` tensor is created, also not in backward, which
+    sums up the gradient of each row of ``history`` in fp32.
+
+    Args:
+        query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
+            queries shared by all samples; or, with ``query_offsets``, ``[ΣT, H, D]``. fp32, bf16 or
+            fp16 (on CPU also fp64), ``D`` in 1…512.
+        history: ``[N, D]`` rows of all samples, one sample after the other; dtype of ``query``.
+        offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
+            ``offsets[b + 1] - 1``.
+        query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
+        indices: ``[N]`` int32 or int64, gather indices into ``history``, then ``[U, D]``. Biases,
+            times, prior weights and dropout belong to the ``N`` positions, not to its rows.
+        bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
+        position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
+        age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
+        timestamps: ``[N]`` times of the rows: int32, int64, fp32 or fp64. fp32 holds today's Unix
+            time to the nearest 128 seconds. They have no gradient. An age that int64 does not hold,
+            as of a missing time of ``-2**63``, or that is NaN, falls into the last bucket.
+        request_time: ``[B]`` in the dtype of ``timestamps``: when each sample is scored, which the
+            ages of its rows are counted from; by default the time of its last row. No gradient.
+        prior_weights: ``[N]``, any dtype that ``query`` may have: what each row counts before it is
+            compared with a query, for all heads. One below zero counts as zero, and has a gradient
+            of zero: make weights that are learned of ``exp`` or ``softplus`` to keep them above.
+        row_dropout: the probability that a row is left out, for all queries and heads: as if its
+            prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
+        dropout: the probability that a weight :math:`p_n` of a query row and head is set to zero,
+            as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``. The
+            softmax is over all of them. Drawn as ``row_dropout`` is.
+        scale: factor of the dot products; ``1/√D`` by default.
+        score: what makes weights :math:`p_n` of the scores :math:`s_n`: their ``"softmax"``; or, of
+            each row by itself, ``"silu"``, :math:`s_n \sigma(s_n)`, or ``"sigmoid"``,
+            :math:`\sigma(s_n)`. Prior weights are for the softmax alone.
+        num_levels: of codes: ``history`` is packed rows of ``D - 1`` codes, ``[N, num_bytes]`` or
+            ``[U, num_bytes]`` uint8 of ``PackedCodes(D - 1, num_levels)``. Row :math:`x_n` is these
+            codes and, in the last column, a one. It is made in registers, and has no gradient.
+
+    Returns:
+        One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]``
+        (also for shared queries) or ``[ΣT, H, D]``. Under autocast ``query`` and ``history`` are
+        cast to its dtype, as by ``scaled_dot_product_attention``, and the output has it.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape, a device, ``row_dropout`` or ``dropout`` does not fit. The values of
+            offsets, indices, bytes or prior weights do not fit; they are read on a CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+        NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
+
+    Example:
+        >>> query = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # B=2, H=1, D=2
+        >>> history = torch.tensor([[1.0, 2.0], [3.0, 2.0], [5.0, 6.0]])
+        >>> jagged_target_attention(query, history, torch.tensor([0, 2, 3]), scale=0.0)
+        tensor([[[2., 2.]],
+        <BLANKLINE>
+                [[5., 6.]]])
+
+        Both samples have the last row, which is there once:
+
+        >>> indices = torch.tensor([0, 2, 2])
+        >>> jagged_target_attention(
+        ...     query, history, torch.tensor([0, 2, 3]), indices=indices, scale=0.0
+        ... )
+        tensor([[[3., 4.]],
+        <BLANKLINE>
+                [[5., 6.]]])
+
+    Source:
+        Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2: the fusion
+        of the first three rows of its Table 1.
+    """
+    query, history = cast_as_products(query, history)
+    if num_levels is not None:
+        num_levels = check_num_levels(num_levels)
+    biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
+    per_sample = _check_arguments(
+        query, history, offsets, biases, prior_weights, score, query_offsets, indices, num_levels
+    )  # fmt: skip
+    if per_sample:
+        query = query.unsqueeze(1)
+    drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
+    dropped = draw_dropout(drops, query.device) if drops > 0 else None
+    dropped_weights = draw_dropout(drops_weights, query.device) if drops_weights > 0 else None
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
+    out = call_target_attention(
+        query, history, offsets, query_offsets, indices, bias_or_prior_weights(bias, prior_weights),
+        position_bias, age_bias, timestamps, request_time, dropped, dropped_weights, None, None,
+        scale, score, num_levels or 0, torch.is_grad_enabled(),
+    )  # fmt: skip
+    return out.squeeze(1) if per_sample else out
+
+
+def _check_arguments(
+    query: Tensor,
+    history: Tensor,
+    offsets: Tensor,
+    biases: Biases,
+    prior_weights: Tensor | None,
+    score: str,
+    query_offsets: Tensor | None,
+    indices: Tensor | None,
+    num_levels: int | None,
+) -> bool:
+    """Check what :func:`jagged_target_attention` is given, but for values and probabilities.
+
+    Returns whether ``query`` is ``[B, H, D]``.
+    """
+    check_tensor(query, "query")
+    check_offsets_metadata(offsets, "offsets")
+    num_samples = offsets.numel() - 1
+    per_sample = query_offsets is None and query.dim() == 3
+    if query_offsets is not None:
+        check_offsets_metadata(query_offsets, "query_offsets")
+        check_shape(query_offsets, "query_offsets", "[B + 1]", (num_samples + 1,))
+        check_shape(query, "query", "[ΣT, H, D]", (None, None, None))
+    elif query.dim() == 4 and query.shape[0] == 1:
+        check_shape(query, "query", "[1, T, H, D]", (1, None, None, None))
+    elif per_sample:
+        check_shape(query, "query", "[B, H, D]", (num_samples, None, None))
+    else:
+        check_shape(query, "query", "[B, T, H, D]", (num_samples, None, None, None))
+    width = query.shape[-1]
+    check_float(query, "query")
+    check_width(width, "query")
+    if num_levels is None:
+        check_tensor(history, "history")
+        if history.dtype == torch.uint8:
+            raise ValueError("num_levels must be given for history of torch.uint8, got None")
+        symbols = "[N, D]" if indices is None else "[U, D]"
+        check_shape(history, "history", symbols, (None, width))
+    else:
+        check_packed_history(history, width, num_levels)
+    if indices is not None:
+        check_indices(indices)
+    num_rows = (history if indices is None else indices).shape[0]
+    check_same(
+        query, "query", dtype=False,
+        history=history, offsets=offsets, query_offsets=query_offsets, indices=indices,
+    )  # fmt: skip
+    if num_levels is None:
+        check_same(query, "query", dtype=True, history=history)
+    check_biases(query, "query", num_rows, num_samples, biases, prior_weights)
+    check_score(score, prior_weights)
+    return per_sample
+
+
+def _check_places(args: TargetArguments) -> None:
+    """``places`` go with ``ends``, and with the request times that ages are counted from."""
+    places, ends = args.places, args.ends
+    if places is None and ends is None:
+        return
+    if places is None or ends is None:
+        given = "places" if ends is None else "ends"
+        raise ValueError(f"places and ends must be given together, got {given} alone")
+    check_integers(places, "places")
+    check_shape(places, "places", "[N]", (args.num_rows,))
+    check_shape(ends, "ends", "[B]", (args.offsets.numel() - 1,))
+    check_same(places, "places", dtype=True, ends=ends)
+    if args.timestamps is not None and args.request_time is None:
+        raise ValueError("request_time must be given with places and timestamps, got None")
+
+
+def _check_values(args: TargetArguments) -> None:
+    """Check values of offsets, indices, bytes and prior weights, where reading would not wait."""
+    check_offsets_values(args.offsets, args.num_rows, "offsets")
+    if args.indices is not None:
+        check_indices_values(args.indices, args.history.shape[0])
+    if args.num_levels:
+        check_packed_values(args.history, "history", args.query.shape[-1] - 1, args.num_levels)
+    if args.query_offsets is not None:
+        check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
+    if args.bias is not None and args.bias.dim() == 1:
+        check_score(args.score, args.bias)
+        check_finite(args.bias, "prior_weights")
+
+
+def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
+    """Attend; see :class:`TargetArguments`. For ``listing`` see the kernels' ``listing_of``."""
+    _check_places(args)
+    _check_values(args)
+    if listing is not None:
+        return kernels.forward(args, listing)
+    return implementation_of(args.query, cpu, kernels).forward(args)
+
+
+def fake(args: TargetArguments) -> TargetOutputs:
+    """Tensors of the shapes and dtypes that :func:`forward` gives."""
+    query, shape = args.query, list(args.query.shape)
+    if args.query_offsets is None:
+        shape[0] = args.offsets.numel() - 1
+    is_rounded = args.for_backward and query.element_size() == 2
+    residual = query.new_empty(shape if is_rounded else [0])
+    stats_dtype = torch.promote_types(query.dtype, torch.float32)
+    stats = query.new_empty([2, *shape[:-1]], dtype=stats_dtype)
+    return TargetOutputs(query.new_empty(shape), residual, stats)
+
+
+def backward(
+    grad_out: Tensor,
+    args: TargetArguments,
+    outputs: TargetOutputs,
+    needs: TargetArguments,
+    listing: Listing | None = None,
+    grad_lse: Tensor | None = None,
+) -> TargetGradients:
+    """Gradients of :func:`forward`.
+
+    ``grad_lse`` is that of the log-sum-exps, in the shape and dtype of ``outputs.stats[0]``. Where
+    nothing is seen, it counts as zero.
+    """
+    if not args.for_backward:
+        raise ValueError(
+            "for_backward must be True where a gradient is taken, got False: "
+            "this was called, traced or exported with gradients off"
+        )
+    needs_bias, needs_history = bool(needs.bias), bool(needs.history)
+    if listing is not None:
+        grads = kernels.backward(grad_out, args, outputs, needs_bias, needs_history, listing)
+    else:
+        grads = implementation_of(args.query, cpu, kernels).backward(
+            grad_out, args, outputs, needs_bias, needs_history, grad_lse=grad_lse
+        )
+    return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
+
+
+def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:
+    """Attend over some rows of each sample, so that the results over all of them can be merged.
+
+    With outputs and log-sum-exps of several such calls, over rows that are all of a sample's
+    together, its output is ``sum(softmax(lses)[i] * outs[i])``. Both have a gradient.
+
+    Args:
+        args: of the op, with a score of ``"softmax"``. Each call has the ``places`` and ``ends`` of
+            its rows, if positions count or anything is dropped.
+
+    Returns:
+        ``out``, as the op gives it, and its log-sum-exps, fp32 (fp64 of fp64) in the shape of
+        ``out`` without its last axis: the logarithm of the sum of :math:`e` to the scores, biases
+        and prior weights included, before weights are dropped; ``-inf`` where no row counts.
+
+    Raises:
+        ValueError: the score is another one, or ``places`` and ``ends`` do not fit.
+    """
+    if args.score != "softmax":
+        raise ValueError(f'score must be "softmax" for log-sum-exps, got {args.score!r}')
+    return _call_with_lse(*args)
+
+
+def _forward_with_lse(args: TargetArguments) -> TargetOutputsWithLse:
+    out, residual, stats = forward(args)
+    maximum, inverse = stats
+    lse = maximum.sub(inverse.log()).nan_to_num(torch.nan, -torch.inf, -torch.inf)
+    return TargetOutputsWithLse(out, lse, residual, stats)
+
+
+def _fake_with_lse(args: TargetArguments) -> TargetOutputsWithLse:
+    out, residual, stats = fake(args)
+    return TargetOutputsWithLse(out, stats.new_empty(stats.shape[1:]), residual, stats)
+
+
+def _backward_with_lse(
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    args: TargetArguments,
+    outputs: TargetOutputsWithLse,
+    needs: TargetArguments,
+) -> TargetGradients:
+    seen = TargetOutputs(outputs.out, outputs.residual, outputs.stats)
+    return backward(grad_out, args, seen, needs, grad_lse=grad_lse)
+
+
+def flops_of(args: TargetArguments, needs: object) -> int:
+    """FLOPs of :func:`forward`, or, with ``needs``, of :func:`backward`."""
+    query = args.query
+    *_, num_heads, width = query.shape
+    if args.query_offsets is None:
+        pairs = query.shape[1] * args.num_rows
+    else:
+        pairs = pairs_of(args.query_offsets, query.shape[0], args.offsets, args.num_rows)
+    return attention_flops(pairs * num_heads, width, width, backward=needs is not None)
+
+
+_REGISTERED: dict[str, Any] = {
+    "arguments": TargetArguments,
+    "flops": flops_of,
+    "non_differentiable": (
+        "indices", "timestamps", "request_time", "row_dropout", "dropout", "places", "ends",
+    ),
+    "axes": dict.fromkeys(
+        (
+            "query", "history", "offsets", "query_offsets", "indices", "bias", "timestamps",
+            "request_time", "places", "ends", "out", "lse", "residual",
+        ),
+        0,
+    )
+    | {"stats": 1},
+}  # fmt: skip
+_, call_target_attention = register_op(
+    "target_attention",
+    outputs=TargetOutputs,
+    forward=forward,
+    fake=fake,
+    backward=backward,
+    **_REGISTERED,
+)
+_, _call_with_lse = register_op(
+    "target_attention_with_lse",
+    outputs=TargetOutputsWithLse,
+    forward=_forward_with_lse,
+    fake=_fake_with_lse,
+    backward=_backward_with_lse,
+    num_differentiable=2,
+    unsaved=("lse",),
+    **_REGISTERED,
+)

@@ -1,0 +1,318 @@
+"""Records of what the ops take, return and give as gradients.
+
+The fields of a record are the arguments of an op's schema, in their order. Of the gradients, each
+has the name of the argument that it belongs to, and is ``None`` if not requested.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_jagged_attn.attention.arguments import Biases
+
+__all__ = [
+    "MultiHeadArguments",
+    "MultiHeadGradients",
+    "MultiHeadOutputs",
+    "ProjectionGradients",
+    "ProjectionRows",
+    "TargetArguments",
+    "TargetGradients",
+    "TargetOutputs",
+    "TargetOutputsWithLse",
+]
+
+
+class TargetArguments(NamedTuple):
+    """Arguments of ``target_attention``: see :func:`jagged_target_attention`.
+
+    Attributes:
+        query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
+        history: ``[N, D]`` or, with ``indices``, ``[U, D]``; with ``num_levels``, of packed rows.
+        indices: ``[N]``, of the rows of ``history``.
+        bias: see :class:`Biases`.
+        score: one of ``SCORES``.
+        num_levels: of packed codes; 0 where ``history`` is not packed.
+        for_backward: whether a gradient may be taken.
+    """
+
+    query: Tensor
+    history: Tensor
+    offsets: Tensor
+    query_offsets: Tensor | None
+    indices: Tensor | None
+    bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    timestamps: Tensor | None
+    request_time: Tensor | None
+    row_dropout: Tensor | None
+    dropout: Tensor | None
+    places: Tensor | None
+    ends: Tensor | None
+    scale: float
+    score: str
+    num_levels: int
+    for_backward: bool
+
+    @property
+    def num_rows(self) -> int:
+        """``N``, how many rows the histories of all samples have."""
+        return (self.history if self.indices is None else self.indices).shape[0]
+
+    @property
+    def biases(self) -> Biases:
+        """What is added to the scores."""
+        return Biases(
+            self.bias,
+            self.position_bias,
+            self.age_bias,
+            self.timestamps,
+            self.request_time,
+            self.row_dropout,
+            self.dropout,
+            self.places,
+            self.ends,
+        )
+
+
+class TargetOutputs(NamedTuple):
+    """What ``target_attention`` returns.
+
+    Attributes:
+        out: ``[B, T, H, D]`` or ``[ΣT, H, D]``.
+        residual: fp32 output minus its rounded value, for the gradient; empty for fp32, or where no
+            gradient will be taken.
+        stats: ``[2, …]`` fp32, of fp64 in fp64: of each row of ``out`` the softmax's largest score
+            and one by the sum of its weights; zeros where it sees nothing.
+    """
+
+    out: Tensor
+    residual: Tensor
+    stats: Tensor
+
+
+class TargetOutputsWithLse(NamedTuple):
+    """What ``target_attention_with_lse`` returns: :class:`TargetOutputs`, and ``lse``, of each row
+    of ``out`` the logarithm of the sum of e to its scores; ``-inf`` where it sees nothing.
+    """
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor
+    stats: Tensor
+
+
+class TargetGradients(NamedTuple):
+    """Gradients of ``target_attention``. That of prior weights is of their logarithms, in fp32."""
+
+    query: Tensor
+    history: Tensor | None
+    bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+
+
+class MultiHeadArguments(NamedTuple):
+    """Arguments of ``multi_head_target_attention``.
+
+    Attributes:
+        target: ``[B, C]``, ``[B, T, C]`` or, with ``query_offsets``, ``[ΣT, C]``, of any dtype.
+        history: ``[N, D]`` or, with ``indices``, ``[U, D]``, read in its own dtype; with
+            ``num_levels``, of packed rows.
+        offsets: ``[B + 1]`` int32 or int64.
+        query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
+        indices: ``[N]``, of the rows of ``history``: keys and values are absorbed then.
+        q_weight: ``[E, C]``; or, without the next two, ``[3 · E, E]`` for all three.
+        k_weight: ``[E, D]``.
+        v_weight: ``[E, D]``.
+        in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing. ``[E]`` of
+            queries alone, where there is no ``out_weight``.
+        out_weight: ``[E, E]``; or ``None``, where values are the rows of the history themselves and
+            are not projected: each head has its own columns of them. ``k_weight`` is given then,
+            without ``v_weight`` and ``out_bias``, and ``D = E``.
+        out_bias: ``[E]``.
+        position_bias: see :func:`jagged_target_attention`.
+        age_bias: see there.
+        timestamps: see there.
+        request_time: see there.
+        row_dropout: see :class:`Biases`.
+        dropout: see there. It leaves the bias of values as it is.
+        prior_weights: see :func:`jagged_target_attention`.
+        num_heads: ``H``.
+        dtype: what projections are computed in, whatever dtypes their inputs have; but
+            materialized
+            keys and values in that of ``history``.
+        keys_and_values: ``"absorbed"``, ``"materialized"`` or ``"auto"``.
+        score: one of ``SCORES``.
+        num_levels: see :class:`TargetArguments`. Keys and values are absorbed then.
+        for_backward: whether a gradient may be taken.
+    """
+
+    target: Tensor
+    history: Tensor
+    offsets: Tensor
+    query_offsets: Tensor | None
+    indices: Tensor | None
+    q_weight: Tensor
+    k_weight: Tensor | None
+    v_weight: Tensor | None
+    in_bias: Tensor | None
+    out_weight: Tensor | None
+    out_bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    timestamps: Tensor | None
+    request_time: Tensor | None
+    row_dropout: Tensor | None
+    dropout: Tensor | None
+    prior_weights: Tensor | None
+    num_heads: int
+    dtype: torch.dtype
+    keys_and_values: str
+    score: str
+    num_levels: int
+    for_backward: bool
+
+    @property
+    def biases(self) -> Biases:
+        """What is added to the scores."""
+        return Biases(
+            self.prior_weights,
+            self.position_bias,
+            self.age_bias,
+            self.timestamps,
+            self.request_time,
+            self.row_dropout,
+            self.dropout,
+        )
+
+    @property
+    def embed_dim(self) -> int:
+        """``E``, width of the output."""
+        return (self.q_weight if self.out_weight is None else self.out_weight).shape[0]
+
+    @property
+    def row_dim(self) -> int:
+        """``D``, width of history rows; of codes, with the one after them."""
+        if self.num_levels and self.k_weight is not None:
+            return self.k_weight.shape[1]
+        return self.history.shape[1]
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """What history rows are attended in; codes have no dtype of their own."""
+        return self.dtype if self.num_levels else self.history.dtype
+
+    @property
+    def head_dim(self) -> int:
+        """``E / H``, width of a head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores: one by the root of a head's width."""
+        return 1 / math.sqrt(self.head_dim)
+
+    @property
+    def in_weights(self) -> list[Tensor]:
+        """The weight of all three projections, or those of queries, keys and, if any, values."""
+        weights = (self.q_weight, self.k_weight, self.v_weight)
+        return [weight for weight in weights if weight is not None]
+
+
+class MultiHeadOutputs(NamedTuple):
+    """What ``multi_head_target_attention`` returns: the output, and what its gradient needs.
+
+    ``R`` are all targets.
+
+    Attributes:
+        out: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``.
+        q: ``[R, H, E / H]``.
+        u: ``[R, H, D]``, what history rows are compared with, in the dtype of the history. Without
+            a row where nothing asks for it, like ``pooled``.
+        pooled: ``[R, H, D]``, the pooled rows of the history, in its dtype.
+        residual: that of ``pooled``, see :class:`TargetOutputs`.
+        stats: of the attention.
+        values: ``[R, E]``; of no row where they are not projected: they are ``out``. Materialized
+            ones are without their bias where weights are dropped.
+        filled: ``[R]`` ones for targets with a history, zeros for others; empty where values have
+            no bias.
+    """
+
+    out: Tensor
+    q: Tensor
+    u: Tensor
+    pooled: Tensor
+    residual: Tensor
+    stats: Tensor
+    values: Tensor
+    filled: Tensor
+
+
+class MultiHeadGradients(NamedTuple):
+    """Gradients of ``multi_head_target_attention``."""
+
+    target: Tensor | None
+    history: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    v_weight: Tensor | None
+    in_bias: Tensor | None
+    out_weight: Tensor | None
+    out_bias: Tensor | None
+    position_bias: Tensor | None
+    age_bias: Tensor | None
+    prior_weights: Tensor | None
+
+
+class ProjectionRows(NamedTuple):
+    """Rows of ``R`` targets that the gradients of weights and biases are sums over.
+
+    Attributes:
+        grad_q: ``[R, E]``.
+        target: ``[R, C]``.
+        grad_out: ``[R, E]``; ``None`` where values are not projected, like all of values below.
+        v: ``[R, E]``, the pooled values.
+        grad_v: ``[R, E]``, of values.
+        filled: ``[R]`` ones where a target has a history, else zeros; empty without biases. Of
+            values.
+        q: ``[R, H, E / H]``; ``None`` where keys and values are materialized, like the next two.
+        grad_u: ``[R, H, D]``.
+        pooled: ``[R, H, D]``, of values.
+    """
+
+    grad_q: Tensor
+    target: Tensor
+    grad_out: Tensor | None = None
+    v: Tensor | None = None
+    grad_v: Tensor | None = None
+    filled: Tensor | None = None
+    q: Tensor | None = None
+    grad_u: Tensor | None = None
+    pooled: Tensor | None = None
+
+
+class ProjectionGradients(NamedTuple):
+    """Gradients of weights and biases, each contiguous.
+
+    Attributes:
+        w_q: ``[E, C]``.
+        w_out: ``[E, E]``; ``None`` where values are not projected, like ``w_v`` and ``b_out``.
+        w_k: ``[H, E / H, D]``; ``None`` where keys and values are materialized, like the next one.
+        w_v: ``[H, E / H, D]``.
+        b_in: ``[3 · E]`` of queries, keys (zeros) and values, or ``[E]`` of queries alone, where
+            values are not projected; ``None`` without.
+        b_out: ``[E]``; ``None`` without.
+    """
+
+    w_q: Tensor
+    w_out: Tensor | None
+    w_k: Tensor | None
+    w_v: Tensor | None
+    b_in: Tensor | None
+    b_out: Tensor | None

@@ -1,0 +1,100 @@
+"""What the Gluon kernels have for rows of codes: a lane makes the codes of a row.
+
+See ``codes/kernels/rows.py`` for those in Triton.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["bytes_of_tile", "store_codes"]
+
+TO_INTEGER = gl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken off, it rounds to an integer
+
+
+@gluon.constexpr_function
+def _lane_layout(warps):
+    """A row to a lane."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.constexpr_function
+def _byte_of_zeros(codes, levels):
+    """The byte of so many codes that are zero."""
+    return (levels**codes - 1) // 2
+
+
+@gluon.constexpr_function
+def _one_by_power(levels, k):
+    """``1 / levels^k``."""
+    return 1.0 / levels**k
+
+
+@gluon.constexpr_function
+def _bytes_of_row(width, per_byte):
+    """How many bytes hold the ``width - 1`` codes of a row."""
+    return (width - 2) // per_byte + 1
+
+
+@gluon.constexpr_function
+def _steps_to_join(columns):
+    """How often ``columns``, a power of two, are joined in pairs."""
+    return columns.bit_length() - 1
+
+
+@gluon.constexpr_function
+def _codes_of_byte(at, width, per_byte):
+    """How many of these the byte ``at`` holds."""
+    return min(per_byte, width - 1 - at * per_byte)
+
+
+@gluon.jit
+def bytes_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr):
+    """The bytes of a tile's rows, from ``start`` on: ``[BLOCK_N]`` each."""
+    i = gl.arange(0, C.BLOCK_N, _lane_layout(gl.num_warps()))
+    mask = i < end - start
+    if samples.indices is None:
+        ptrs = history_ptr + start.to(gl.int64) * C.STRIDE + i * C.STRIDE
+    else:
+        row = gl.load(samples.indices + chunk.first + start + i, mask=mask, other=0)
+        ptrs = history_ptr + row.to(gl.int64) * C.STRIDE
+    found = ()
+    for at in gl.static_range(_bytes_of_row(C.D, C.PER_BYTE)):
+        found += (gl.load(ptrs + at, mask=mask, other=0),)
+    return found
+
+
+@gluon.jit
+def store_codes(tile, found, C: gl.constexpr):
+    """Store the codes of the bytes that were ``found``, then a one, and zeros.
+
+    With ``w`` the value of a byte less that of zeros, and ``r_k`` the integer nearest to ``w /
+    levels^k``, code ``k`` is ``r_k - levels · r_(k+1)``: in fp32 three operations. Each lane makes
+    whole rows. So they are written as 16 bytes each, and read as operands of products.
+    """
+    columns = ()
+    for at in gl.static_range(_bytes_of_row(C.D, C.PER_BYTE)):
+        w = found[at].to(gl.float32) - _byte_of_zeros(_codes_of_byte(at, C.D, C.PER_BYTE), C.LEVELS)
+        rounded = w
+        for k in gl.static_range(1, _codes_of_byte(at, C.D, C.PER_BYTE)):
+            after = (w * _one_by_power(C.LEVELS, k) + TO_INTEGER) - TO_INTEGER
+            columns += (rounded - after * C.LEVELS,)
+            rounded = after
+        columns += (rounded,)
+    by_lane: gl.constexpr = _lane_layout(gl.num_warps())
+    columns += (gl.full([C.BLOCK_N], 1.0, gl.float32, by_lane),)
+    for _ in gl.static_range(C.BLOCK_D - C.D):
+        columns += (gl.full([C.BLOCK_N], 0.0, gl.float32, by_lane),)
+    WIDTH: gl.constexpr = min(C.BLOCK_D, 64)
+    for first in gl.static_range(0, C.BLOCK_D, WIDTH):
+        joined = ()
+        for i in gl.static_range(WIDTH):
+            joined += (columns[first + i],)
+        for step in gl.static_range(1, 1 + _steps_to_join(WIDTH)):
+            pairs = ()
+            for i in gl.static_range(WIDTH >> step):
+                pairs += (gl.join(joined[i], joined[i + (WIDTH >> step)]),)
+            joined = pairs
+        rows = gl.reshape(joined[0], [C.BLOCK_N, WIDTH])
+        tile.slice(first, WIDTH, 1).store(rows.to(tile.dtype))

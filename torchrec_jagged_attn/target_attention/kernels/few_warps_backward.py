@@ -1,0 +1,267 @@
+"""Backward of target attention by one to four warps, for samples of 9 to 64 query rows.
+
+Each warp has 16 query rows for scores, and 16 history rows for their gradients. History rows are
+read once and their gradients written once: 2·N·D·e bytes, 10·N·R·D FLOPs.
+
+Weights and gradients of scores lie one above the other in shared memory, and so do gradients of
+outputs and queries: one product makes the gradients of history rows. ``general_combine.py`` sums up
+the chunks.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from torchrec_jagged_attn.runtime.kernels.gluon import launch_dependents, products_by_warp
+from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
+from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
+    load_grad_lse,
+    load_stats,
+    store_delta,
+)
+from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
+    allocate_parts,
+    blocks_of,
+    columns_at_once,
+    copy_next,
+    drop_weights,
+    exp,
+    find_chunk,
+    indices_to_store,
+    load_bias,
+    load_parts,
+    load_rows,
+    load_targets,
+    next_indices,
+    open_ring,
+    parts_of_rows,
+    product,
+    query_draws,
+    ring_layout,
+    row_buckets,
+    row_numbers,
+    rows_of_sample,
+    score_gradients,
+    split,
+    store_grad_of_bias,
+    store_grad_of_history,
+    store_parts,
+    store_rows,
+    weights_and_slopes,
+    zeros_by_column,
+)
+
+__all__ = ["backward_kernel"]
+
+
+@gluon.jit
+def _add_to_table(table, buckets, visible, ds, FIRST: gl.constexpr, PARTS: gl.constexpr):
+    """Add gradients of scores ``ds`` (in PARTS, as left operands) to their ``buckets``.
+
+    ``table`` is ``[blocks, BLOCK_R, 16]`` in shared memory; its buckets begin at block FIRST. Of
+    the rows of a tile, near in time, few blocks have any.
+    """
+    mma: gl.constexpr = ds[0].type.layout.parent
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    BLOCK_R: gl.constexpr = table.shape[1]
+    block_of_row = buckets // 16
+    lowest = gl.min(gl.where(visible, block_of_row, 2**30), 0)
+    highest = gl.max(gl.where(visible, block_of_row, -1), 0)
+    b = gl.arange(0, 16, gl.SliceLayout(0, right))
+    for at in range(lowest, highest + 1):
+        in_bucket = (buckets[:, None] == b[None, :] + at * 16) & visible[:, None]
+        choice = in_bucket.to(gl.int16).to(gl.bfloat16)
+        sums = gl.zeros([BLOCK_R, 16], gl.float32, mma)
+        for part in gl.static_range(PARTS):
+            sums = mma_v2(ds[PARTS - 1 - part], choice, sums)
+        block = table.index(FIRST + at)
+        block.store(block.load(mma) + sums)
+
+
+@gluon.constexpr_function
+def _column_layout(rows, warps):
+    """A block of a table with each bucket's rows in one lane, the same in all warps."""
+    return gl.BlockedLayout([rows, 1], [1, 32], [1, warps], [0, 1])
+
+
+@gluon.jit
+def _store_table(
+    table,
+    ptr,
+    buckets: gl.constexpr,
+    H: gl.constexpr,
+    FIRST: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):
+    """``[buckets, H]`` of the ``BLOCKS`` blocks from FIRST on, summed over each head's rows.
+
+    A lane knows which of its rows are a head's when it is compiled: sums take no more additions
+    than there are rows, and nothing of other lanes.
+    """
+    layout: gl.constexpr = _column_layout(table.shape[1], gl.num_warps())
+    r = gl.arange(0, table.shape[1], gl.SliceLayout(1, layout))
+    b = gl.arange(0, 16, gl.SliceLayout(0, layout))
+    for at in range(BLOCKS):
+        rows = table.index(FIRST + at).load(layout)
+        bucket = at * 16 + b
+        for head in gl.static_range(H):
+            of_head = gl.sum(gl.where((r % H == head)[:, None], rows, 0.0), 0)
+            gl.store(ptr + bucket * H + head, of_head, mask=bucket < buckets)
+
+
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+def backward_kernel(
+    grad_out_ptr,  # [rows, D]
+    query_ptr,  # [rows, D]
+    history_ptr,  # [N, D], or packed codes; rows STRIDE apart
+    biases,  # arguments.Biases
+    outputs,  # Outputs; ``residual`` is None in fp32
+    grads,  # Gradients
+    sums,  # Sums
+    samples,  # Samples
+    num_samples,
+    num_targets,
+    num_rows,
+    num_slots,
+    scale,
+    C: gl.constexpr,  # Constants
+):
+    """Gradients of one chunk of a sample's history, of its biases and of all its query rows."""
+    mma: gl.constexpr = products_by_warp(gl.num_warps())
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    if C.OVERLAP:
+        launch_dependents()
+    chunk = find_chunk(samples, num_samples, num_slots, C)
+    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    count = num_targets * C.H
+    BLOCKS_P: gl.constexpr = blocks_of(C.P)
+    BLOCKS_A: gl.constexpr = blocks_of(C.A)
+    if C.P + C.A > 0:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        table = gl.allocate_shared_memory(gl.float32, [BLOCKS_P + BLOCKS_A, C.BLOCK_R, 16], plain)
+        for block in gl.static_range(BLOCKS_P + BLOCKS_A):
+            table.index(block).store(gl.zeros([C.BLOCK_R, 16], gl.float32, mma))
+    if chunk.busy:
+        dtype: gl.constexpr = query_ptr.dtype.element_ty
+        history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
+        ring = open_ring(history_ptr, samples, chunk, dtype, C)
+        row = chunk.sample.to(gl.int64) * count
+        q_row = row * 0 if C.LAYOUT == SHARED else row
+        shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
+        grad_out = load_rows(grad_out_ptr, row, count, 0, shape, left, C.D)
+        q = split(load_rows(query_ptr, q_row, count, 0, shape, left, C.D), C.PARTS)
+        by_query: gl.constexpr = gl.SliceLayout(1, mma)
+        r = gl.arange(0, C.BLOCK_R, by_query)
+        if C.PARTS == 1:
+            out = load_rows(outputs.out, row, count, 0, shape, left, C.D).to(gl.float32)
+            out += load_rows(outputs.residual, row, count, 0, shape, left, C.D).to(gl.float32)
+            delta = gl.sum(grad_out.to(gl.float32) * out, 1)
+            delta = gl.convert_layout(delta, by_query)
+        grad_out = split(grad_out, C.PARTS)
+        both = allocate_parts(q[0].dtype, C.PARTS, 2 * C.BLOCK_R, C.BLOCK_D)
+        store_parts(both, 0, grad_out, False)
+        store_parts(both, C.BLOCK_R, q, False)
+        COLUMNS: gl.constexpr = columns_at_once(C)
+        if C.PARTS > 1:  # by the very products that it is taken off
+            products = gl.zeros([C.BLOCK_R, C.BLOCK_R], gl.float32, mma)
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+                out = gl.allocate_shared_memory(
+                    dtype, [C.BLOCK_R, COLUMNS], ring_layout(COLUMNS, dtype)
+                )
+                out.store(
+                    load_rows(outputs.out, row, count, column, [C.BLOCK_R, COLUMNS], left, C.D)
+                )
+                of_out = split(out.permute((1, 0)).load(right), C.PARTS)
+                of_grad = load_parts(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
+                products = product(of_grad, of_out, products, C.PARTS)
+            row_of_out = gl.arange(0, C.BLOCK_R, gl.SliceLayout(0, mma))[None, :]
+            delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)
+        of_rows = allocate_parts(q[0].dtype, C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N)
+        maximum, inverse = load_stats(outputs, num_rows, row, count, r)
+        grad_lse = load_grad_lse(outputs, row, inverse, r)
+        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
+        draws = query_draws(biases.dropout, row + r)[:, None]
+        alone = (end - begin == 1) & (slot < 0)
+
+        STORED: gl.constexpr = min(C.BLOCK_D, 64 if C.PARTS == 1 else 32)
+        AT_ONCE: gl.constexpr = 2 * C.BLOCK_R if C.PARTS == 1 else C.BLOCK_R
+        stored = indices_to_store(C.BLOCK_N, STORED, dtype)
+        index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
+        ROWS: gl.constexpr = parts_of_rows(C)
+        accs = zeros_by_column([C.BLOCK_R, COLUMNS], mma, C)
+        zeros = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
+        stage = 0
+        for start in range(begin, end, C.BLOCK_N):
+            indices = next_indices(history_ptr, samples, chunk, ring, start, C)
+            targets = load_targets(grads, stored, chunk.first, start, end)
+            async_copy.wait_group(C.NUM_STAGES - 2)
+            tile = ring.index(stage)
+            dots = zeros
+            dp = zeros
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), ROWS)
+                of_q = load_parts(both, (C.BLOCK_R, C.BLOCK_R), (column, COLUMNS), left, False)
+                dots = product(of_q, x, dots, C.PARTS)
+                of_grad = load_parts(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
+                dp = product(of_grad, x, dp, C.PARTS)
+            n = start + index
+            visible = (n < end)[None, :]
+            buckets = row_buckets(n, biases, chunk, C)
+            bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=1)
+            numbers = row_numbers(biases, chunk.first + n, n < end)[None, :]
+            dp = drop_weights(dp, biases.dropout, draws, numbers)
+            if C.SCORE == "softmax":
+                p = exp(dots * scale + bias - maximum[:, None], C.PARTS) * inverse[:, None]
+                p = gl.where(visible, p, 0.0)  # rounded as forward
+                ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=1)
+            else:
+                p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
+                p = gl.where(visible, p, 0.0)
+                ds = gl.where(visible, slope * dp, 0.0)
+            p = drop_weights(p, biases.dropout, draws, numbers)
+            if grads.history is not None:
+                store_parts(of_rows, 0, split(p.to(dtype), C.PARTS), False)
+                store_parts(of_rows, C.BLOCK_R, split((ds * scale).to(dtype), C.PARTS), False)
+            of_queries = split(gl.convert_layout(ds.to(dtype), left), C.PARTS)
+            new_accs = ()
+            for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+                x = split(tile.slice(column, COLUMNS, 1).load(right), ROWS)
+                new_accs += (product(of_queries, x, accs[column // COLUMNS], C.PARTS),)
+            accs = new_accs
+            if grads.history is not None:
+                for column in gl.static_range(0, C.BLOCK_D, STORED):
+                    grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, mma)
+                    for k in gl.static_range(0, 2 * C.BLOCK_R, AT_ONCE):
+                        weights = load_parts(of_rows, (k, AT_ONCE), (0, C.BLOCK_N), left, True)
+                        operand = load_parts(both, (k, AT_ONCE), (column, STORED), right, False)
+                        grad_x = product(weights, operand, grad_x, C.PARTS)
+                    store_grad_of_history(
+                        grads, grad_x, stored, targets, chunk.first, start, end, column, C
+                    )
+            store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=1)
+            if C.P + C.A > 0:
+                TABLE_PARTS: gl.constexpr = max(2, C.PARTS)
+                of_buckets = split(gl.convert_layout(ds, left), TABLE_PARTS)
+                of_row: gl.constexpr = gl.SliceLayout(1, right)
+                shown = start + gl.arange(0, C.BLOCK_N, of_row) < end
+                if C.P > 0:
+                    of_position = gl.convert_layout(buckets[0], of_row)
+                    _add_to_table(table, of_position, shown, of_buckets, 0, TABLE_PARTS)
+                if C.A > 0:
+                    of_age = gl.convert_layout(buckets[1], of_row)
+                    _add_to_table(table, of_age, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
+            stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
+
+        for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+            acc = accs[column // COLUMNS]
+            if slot >= 0:
+                store_rows(sums.acc, acc, slot.to(gl.int64) * count, count, column, C.D)
+            else:
+                store_rows(grads.query, acc * scale, row, count, column, C.D)
+    if C.P + C.A > 0:
+        ptr = grads.tables + gl.program_id(0).to(gl.int64) * ((C.P + C.A) * C.H)
+        _store_table(table, ptr, C.P, C.H, 0, BLOCKS_P)
+        _store_table(table, ptr + C.P * C.H, C.A, C.H, BLOCKS_P, BLOCKS_A)

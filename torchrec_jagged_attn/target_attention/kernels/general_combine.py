@@ -1,0 +1,152 @@
+"""Sums over chunks, in their order, for kernels whose last program does not combine them.
+
+Outputs, gradients of queries, and those of tables over programs. Where launches overlap (OVERLAP),
+these kernels begin while the one before them ends, and wait for its results. All programs wait,
+also those without work: so the next kernel finds everything done.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from torchrec_jagged_attn.runtime.kernels.jagged import count_chunks, find_sample
+from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, load_stats
+from torchrec_jagged_attn.target_attention.kernels.schedule import (
+    load_queries,
+    query_rows,
+    slot_rows,
+    store_outputs,
+    store_queries,
+)
+
+__all__ = ["combine_gradients_kernel", "combine_outputs_kernel", "sum_tables_kernel"]
+
+
+@triton.jit
+def _find_chunks(samples, num_samples, num_targets, C: tl.constexpr):
+    """The block of query rows whose first chunk has this program's slot, if there is such a one.
+
+    Returns whether there is, first output row and row count of the sample, the block, and slots of
+    its chunks: begin, end and step.
+    """
+    slot = tl.program_id(0).to(tl.int64)
+    sample = find_sample(samples.offsets, num_samples, slot, 1, C.SLOT, 0)
+    begin = tl.load(samples.offsets + sample).to(tl.int64)
+    length = tl.load(samples.offsets + sample + 1).to(tl.int64) - begin
+    first, count = query_rows(samples, sample, num_targets, C)
+    num_blocks = tl.cdiv(count, C.BLOCK_R)
+    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SLOT)
+    block = slot - begin // C.SLOT
+    if C.OVERLAP:
+        cuda.gdc_wait()
+    busy = (block < num_blocks) & (chunks > 1)
+    return busy, first, count, block, slot, slot + chunks * num_blocks, num_blocks
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
+def combine_outputs_kernel(
+    sums,  # Sums
+    outputs,  # Outputs; ``residual`` is None if not requested
+    samples,  # Samples
+    num_samples,
+    num_targets,
+    num_rows,
+    C: tl.constexpr,  # Constants
+):
+    """Outputs and statistics of one block of query rows; a column of programs has BLOCK_D of D."""
+    busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
+    if not busy:
+        return
+    room = slot_rows(num_targets, C)
+    local = tl.arange(0, C.BLOCK_R)
+    d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
+    acc = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
+    maximum = tl.full([C.BLOCK_R], -float("inf"), tl.float32)
+    total = tl.zeros([C.BLOCK_R], tl.float32)
+    for slot in tl.range(begin, end, step, num_stages=4):
+        chunk_acc = load_queries(sums.acc, slot * room, local, room, d, C.D)
+        ptrs = sums.weights + slot * 2 * room + local
+        chunk_maximum = tl.load(ptrs, mask=local < room, other=-float("inf"))
+        chunk_total = tl.load(ptrs + room, mask=local < room, other=0.0)
+        new_maximum = tl.maximum(maximum, chunk_maximum)
+        shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+        rescale = tl.exp2((maximum - shift) * LOG2E)
+        chunk_rescale = tl.exp2((chunk_maximum - shift) * LOG2E)
+        acc = acc * rescale[:, None] + chunk_acc * chunk_rescale[:, None]
+        total = total * rescale + chunk_total * chunk_rescale
+        maximum = new_maximum
+    r = block * C.BLOCK_R + local
+    store_outputs(outputs, acc, maximum, total, num_rows, first, r, count, d, C.D)
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
+def combine_gradients_kernel(
+    sums,  # Sums; ``weights`` is None where one block and pass serve all samples
+    outputs,  # Outputs
+    grads,  # Gradients; ``delta``, in and out, is None where ``weights`` is
+    samples,  # Samples
+    num_samples,
+    num_targets,
+    num_rows,
+    scale,
+    C: tl.constexpr,  # Constants
+):
+    """Gradient of one block of query rows; a column of programs has BLOCK_D of D."""
+    busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
+    if not busy:
+        return
+    room = slot_rows(num_targets, C)
+    local = tl.arange(0, C.BLOCK_R)
+    d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
+    r = block * C.BLOCK_R + local
+    acc = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
+    for slot in tl.range(begin, end, step, num_stages=4):
+        acc += load_queries(sums.acc, slot * room, local, room, d, C.D)
+    if sums.weights is not None:
+        if count > C.BLOCK_R or not C.SINGLE_PASS:
+            ds_total = tl.zeros([C.BLOCK_R], tl.float32)
+            for slot in range(begin, end, step):
+                ptrs = sums.weights + slot * room + local
+                ds_total += tl.load(ptrs, mask=local < room, other=0.0)
+            if outputs.grad_lse is not None:
+                _, inverse = load_stats(outputs.stats, num_rows, first + r, r < count)
+                ds_total -= tl.load(outputs.grad_lse + first + r, mask=inverse != 0, other=0.0)
+            out = load_queries(outputs.out, first, r, count, d, C.D)
+            acc -= ds_total[:, None] * out.to(tl.float32)
+            if tl.program_id(1) == 0:
+                delta = tl.load(grads.delta + first + r, mask=r < count, other=0.0)
+                tl.store(grads.delta + first + r, delta + ds_total, mask=r < count)
+    store_queries(grads.query, acc * scale, first, r, count, d, C.D)
+
+
+@triton.jit(do_not_specialize=["num_tables", "num_targets"])
+def sum_tables_kernel(
+    tables_ptr,  # [tables, buckets, targets, H] fp32
+    out_ptr,  # [partial sums, buckets, H] fp32
+    num_tables,
+    num_targets,
+    size,  # buckets · H
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Partial sums over targets and tables, BLOCK tables at a time, of COLUMNS elements."""
+    if OVERLAP:
+        cuda.gdc_wait()
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    partial = tl.program_id(1)
+    of_partial = tl.cdiv(num_tables, tl.num_programs(1))
+    begin = partial * of_partial
+    end = tl.minimum(begin + of_partial, num_tables)
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    for target in range(num_targets):
+        at = (column // H * num_targets + target) * H + column % H
+        for first in range(begin, end, BLOCK):
+            table = (first + tl.arange(0, BLOCK)).to(tl.int64)
+            mask = (table < end)[:, None] & (column < size)[None, :]
+            ptrs = tables_ptr + table[:, None] * (size * num_targets) + at[None, :]
+            total += tl.load(ptrs, mask=mask, other=0.0)
+    tl.store(out_ptr + partial * size + column, tl.sum(total, 0), mask=column < size)

@@ -1,0 +1,99 @@
+"""Forward of target attention in Triton, for any call.
+
+    out_r = Σ_n p_rn · x_n          p_rn = softmax_n(scale · q_r · x_n + bias_rn)
+
+Of the weights p, those that are dropped count nothing and the others more, once the softmax is
+taken.
+
+A program computes one block of query rows over one chunk of their sample's history, by an online
+softmax. The history is read once for each block of query rows: N·D·e bytes, 4·N·R·D FLOPs. Its rows
+are on the M side of the products, which they fill; few query rows would not.
+
+Samples of one chunk are done then. For others, ``general_combine.py`` sums up the chunks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.attention.kernels.biases import load_bias, row_numbers
+from torchrec_jagged_attn.attention.kernels.dropout import drop_weights, query_draws
+from torchrec_jagged_attn.attention.kernels.scores import weights_and_slopes
+from torchrec_jagged_attn.runtime.kernels.matmul import product
+from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, online_softmax_update
+from torchrec_jagged_attn.target_attention.kernels.history_rows import load_history
+from torchrec_jagged_attn.target_attention.kernels.schedule import (
+    SHARED,
+    find_work,
+    load_queries,
+    slot_rows,
+    store_outputs,
+    store_queries,
+)
+
+__all__ = ["forward_kernel"]
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+def forward_kernel(
+    query_ptr,  # [rows, D]
+    history_ptr,  # [N, D], or packed codes; rows history_stride apart
+    biases,  # arguments.Biases
+    outputs,  # Outputs; ``residual`` is None if not requested
+    sums,  # Sums
+    samples,  # Samples
+    num_samples,
+    num_targets,
+    num_rows,
+    num_slots,
+    history_stride,
+    scale,
+    C: tl.constexpr,  # Constants
+):
+    """One block of query rows over one chunk of its sample's history."""
+    work = find_work(samples, num_samples, num_targets, num_slots, C, ALL_BLOCKS=False)
+    if not work.busy:
+        return
+    r = work.block * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
+    d = tl.arange(0, C.BLOCK_D)
+    q = load_queries(query_ptr, 0 if C.LAYOUT == SHARED else work.row, r, work.count, d, C.D)
+    draws = query_draws(biases.dropout, work.row + r)[None, :]
+
+    # [BLOCK_D, BLOCK_R], so that history fills the M side of products
+    acc = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
+    total = tl.zeros([C.BLOCK_R], tl.float32)
+    maximum = total - float("inf")
+    for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
+        n, visible, x = load_history(
+            history_ptr, samples, start, work.end, d, history_stride, q.dtype, C
+        )
+        bias = load_bias(
+            biases, samples.offsets, work.sample, n, visible, r[None, :], work.count, C
+        )
+        dots = product(x, tl.trans(q), C.PRECISION)
+        if C.SCORE == "softmax":
+            p, rescale, maximum, total = online_softmax_update(
+                dots, scale, bias, visible, maximum, total, 0, LOG2E
+            )
+            acc *= rescale[None, :]
+        else:
+            p = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)[0]
+            p = tl.where(visible, p, 0.0)
+        p = drop_weights(p, biases.dropout, draws, row_numbers(biases, n, visible))
+        acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=C.PRECISION)
+
+    if C.SCORE != "softmax":  # no total to divide by: one in all chunks of a sample together
+        maximum = tl.zeros([C.BLOCK_R], tl.float32)
+        is_first = (tl.program_id(0) >= num_slots) & (work.end > work.begin)
+        total = maximum + is_first.to(tl.float32)
+    acc = tl.trans(acc)
+    if work.slot >= 0:
+        room = slot_rows(num_targets, C)
+        local = tl.arange(0, C.BLOCK_R)
+        store_queries(sums.acc, acc, work.slot * room, local, room, d, C.D)
+        weights_ptr = sums.weights + work.slot * 2 * room + local
+        tl.store(weights_ptr, maximum, mask=local < room)
+        tl.store(weights_ptr + room, total, mask=local < room)
+    else:
+        store_outputs(outputs, acc, maximum, total, num_rows, work.row, r, work.count, d, C.D)

@@ -1,0 +1,386 @@
+"""Backward of target attention, a warp for all query rows: for samples of up to 8 query rows.
+
+A program is one warp: it computes the gradients of one chunk of a sample's history, of its biases
+and of all its query rows. History rows are read once and their gradients written once, which is the
+floor: 2·N·D·e bytes.
+
+Gradients of outputs and queries lie one above the other in shared memory, as one operand of 16
+rows; weights and gradients of scores lie side by side. So one product of the tensor cores' full
+depth makes the gradients of history rows. The last program of a sample combines its chunks: see
+``warp_combine.py``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+from torchrec_jagged_attn.runtime.kernels.gluon import launch_dependents
+from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
+from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
+    combine_queries,
+    is_last_chunk,
+    load_grad_lse,
+    load_stats,
+    store_delta,
+)
+from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
+    BLOCK_R,
+    LEFT,
+    MMA,
+    RIGHT,
+    allocate_parts,
+    blocks_of,
+    columns_at_once,
+    copy_next,
+    drop_weights,
+    exp,
+    find_listed_chunk,
+    indices_to_store,
+    load_bias,
+    load_columns,
+    load_parts,
+    load_rows,
+    load_targets,
+    next_indices,
+    open_ring,
+    parts_of_rows,
+    product,
+    program_of_sample,
+    query_draws,
+    row_buckets,
+    row_numbers,
+    rows_of_sample,
+    score_gradients,
+    split,
+    store_grad_of_bias,
+    store_grad_of_history,
+    store_parts,
+    store_rows,
+    weights_and_slopes,
+    zeros_by_column,
+)
+
+__all__ = ["backward_kernel"]
+
+
+@gluon.jit
+def _side_by_side(a, b):
+    """``[a | b]``, as left operand; no lane needs what another has."""
+    joined = gl.permute(gl.join(a, b), (0, 2, 1))
+    return gl.convert_layout(gl.reshape(joined, [a.shape[0], 2 * a.shape[1]]), LEFT)
+
+
+@gluon.jit
+def _delta_of_half(outputs, grad_out, row, count, C: gl.constexpr):
+    """``[8]``: Σ_d grad_out · out, in half precision."""
+    out = load_columns(outputs.out, row, count, C).to(gl.float32)
+    out += load_columns(outputs.residual, row, count, C).to(gl.float32)
+    delta = gl.sum(grad_out.to(gl.float32) * out, 0)
+    return gl.convert_layout(delta, gl.SliceLayout(0, MMA))
+
+
+@gluon.jit
+def _delta_of_parts(outputs, both, row, count, C: gl.constexpr):
+    """``[8]``: Σ_d grad_out · out, by the very products that it is taken off."""
+    COLUMNS: gl.constexpr = columns_at_once(C)
+    products = gl.zeros([16, BLOCK_R], gl.float32, MMA)
+    for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+        out = load_rows(outputs.out, row, count, column, [16, COLUMNS], LEFT, C.D)
+        of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+        products = product(split(out, C.PARTS), of_grad, products, C.PARTS, APART=True)
+    row_of_out = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
+    row_of_grad = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))[None, :]
+    return gl.sum(gl.where(row_of_out == row_of_grad, products, 0.0), 0)
+
+
+@gluon.jit
+def _multiply_rows(tile, q, grad_out, both, C: gl.constexpr):
+    """``[BLOCK_N, 8]`` twice: products of a tile's rows with queries and gradients of outputs."""
+    COLUMNS: gl.constexpr = columns_at_once(C)
+    dots = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
+    dp = dots
+    for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+        x = split(tile.slice(column, COLUMNS, 1).load(LEFT), parts_of_rows(C))
+        if C.PARTS > 1:  # they do not fit in registers
+            of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+            of_q = load_parts(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True)
+        else:
+            of_grad = grad_out
+            of_q = q
+        dots = product(x, of_q, dots, C.PARTS, APART=True)
+        dp = product(x, of_grad, dp, C.PARTS, APART=True)
+    return dots, dp
+
+
+@gluon.jit
+def _differentiate_rows(grads, of_rows, C: gl.constexpr):
+    """Store the gradients of a tile's rows: ``p · grad_out + ds · q``."""
+    p, ds, both, indices, targets, first, start, end = of_rows
+    dtype: gl.constexpr = grads.history.dtype.element_ty
+    STORED: gl.constexpr = indices[1].shape[0]
+    of_rows = split(_side_by_side(p.to(dtype), ds.to(dtype)), C.PARTS)
+    for column in gl.static_range(0, C.BLOCK_D, STORED):
+        operand = load_parts(both, (0, 2 * BLOCK_R), (column, STORED), RIGHT, False)
+        grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, MMA)
+        grad_x = product(of_rows, operand, grad_x, C.PARTS)
+        store_grad_of_history(grads, grad_x, indices, targets, first, start, end, column, C)
+
+
+@gluon.jit
+def _add_to_queries(accs, tile, ds, dtype: gl.constexpr, C: gl.constexpr):
+    """``accs``, columns of the gradients of queries, and what the rows of a tile give to them."""
+    COLUMNS: gl.constexpr = columns_at_once(C)
+    ROWS: gl.constexpr = parts_of_rows(C)
+    of_queries = split(gl.convert_layout(ds.to(dtype), RIGHT), C.PARTS)
+    new_accs = ()
+    for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+        x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT), ROWS)
+        new_accs += (product(x, of_queries, accs[column // COLUMNS], C.PARTS),)
+    return new_accs
+
+
+@gluon.jit
+def _allocate_table(C: gl.constexpr):
+    """``[blocks, 16, 8]`` in shared memory, blocks of ages after those of positions."""
+    shape: gl.constexpr = [blocks_of(C.P) + blocks_of(C.A), 16, BLOCK_R]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return gl.allocate_shared_memory(gl.float32, shape, plain)
+
+
+@gluon.jit
+def _clear(table, weights):
+    """Make a table zero, and that of weights, if there is one."""
+    BLOCKS: gl.constexpr = table.shape[0]
+    for block in gl.static_range(BLOCKS):
+        table.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
+        if weights is not None:
+            weights.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
+
+
+@gluon.jit
+def _add_to_table(
+    table, weights, buckets, visible, ds, p, FIRST: gl.constexpr, PARTS: gl.constexpr
+):
+    """Add gradients of scores ``ds`` (in PARTS, as right operands) to their ``buckets``.
+
+    Those of ``table`` begin at block FIRST. Of the rows of a tile, near in time, few blocks have
+    any. ``weights``, if there is such a table, gets ``p``.
+    """
+    block_of_row = buckets // 16
+    lowest = gl.min(gl.where(visible, block_of_row, 2**30), 0)
+    highest = gl.max(gl.where(visible, block_of_row, -1), 0)
+    b = gl.arange(0, 16, gl.SliceLayout(1, LEFT))
+    zeros = gl.zeros([16, BLOCK_R], gl.float32, MMA)
+    for at in range(lowest, highest + 1):
+        in_bucket = (b[:, None] + at * 16 == buckets[None, :]) & visible[None, :]
+        choice = in_bucket.to(gl.int16).to(gl.bfloat16)
+        sums = zeros
+        for part in gl.static_range(PARTS):
+            sums = mma_v2(choice, ds[PARTS - 1 - part], sums)
+        block = table.index(FIRST + at)
+        block.store(block.load(MMA) + sums)
+        if weights is not None:
+            block = weights.index(FIRST + at)
+            block.store(block.load(MMA) + mma_v2(choice, p, zeros))
+
+
+@gluon.jit
+def _add_to_tables(table, weights, buckets, ds, p, count, C: gl.constexpr):
+    """Add what the first ``count`` rows of a tile give to their ``buckets`` of position and age."""
+    PARTS: gl.constexpr = max(2, C.PARTS)
+    ds = split(gl.convert_layout(ds, RIGHT), PARTS)
+    if weights is not None:
+        p = gl.convert_layout(p.to(gl.bfloat16), RIGHT)
+    of_row: gl.constexpr = gl.SliceLayout(0, LEFT)
+    visible = gl.arange(0, C.BLOCK_N, of_row) < count
+    if C.P > 0:
+        of_position = gl.convert_layout(buckets[0], of_row)
+        _add_to_table(table, weights, of_position, visible, ds, p, 0, PARTS)
+    if C.A > 0:
+        of_age = gl.convert_layout(buckets[1], of_row)
+        _add_to_table(table, weights, of_age, visible, ds, p, blocks_of(C.P), PARTS)
+
+
+@gluon.jit
+def _sum_of_blocks(table, BLOCKS: gl.constexpr):
+    """``[8]``: over all buckets of the first ``BLOCKS`` blocks."""
+    sums = gl.zeros([16, BLOCK_R], gl.float32, MMA)
+    for at in gl.static_range(BLOCKS):
+        sums += table.index(at).load(MMA)
+    return gl.sum(sums, 0)
+
+
+@gluon.jit
+def _bucket_ptrs(ptr, at: gl.constexpr, count, C: gl.constexpr):
+    """Where the block ``at`` of a table lies in ``[P + A, count]``, and which of it does."""
+    BLOCKS_P: gl.constexpr = blocks_of(C.P)
+    OF_P: gl.constexpr = at < BLOCKS_P
+    b = gl.arange(0, 16, gl.SliceLayout(1, MMA)) + (at if OF_P else at - BLOCKS_P) * 16
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+    mask = (b < (C.P if OF_P else C.A))[:, None] & (r < count)[None, :]
+    return ptr + ((b if OF_P else C.P + b)[:, None] * count + r[None, :]), mask
+
+
+@gluon.jit
+def _store_table(table, ptr, count, C: gl.constexpr):
+    """``[P + A, count]``."""
+    for at in gl.static_range(blocks_of(C.P) + blocks_of(C.A)):
+        ptrs, mask = _bucket_ptrs(ptr, at, count, C)
+        gl.store(ptrs, table.index(at).load(MMA), mask=mask)
+
+
+@gluon.jit
+def _store_correction(sums, ptr, count, chunk, grad_lse, C: gl.constexpr):
+    """``-Σ ds · Σ p`` by bucket, over all chunks of a sample, as a table of its own.
+
+    With ``grad_lse``, ``Σ ds`` is what it is more than that.
+    """
+    size = (1 + C.P + C.A) * count
+    r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+    ds_total = gl.zeros([BLOCK_R], gl.float32, gl.SliceLayout(0, MMA))
+    for at in range(chunk.chunks):
+        of_chunk = sums.weights + (chunk.first_slot + at).to(gl.int64) * size
+        ds_total += gl.load(of_chunk + r, mask=r < count, other=0.0)
+    if grad_lse is not None:
+        ds_total -= grad_lse
+    for block in gl.static_range(blocks_of(C.P) + blocks_of(C.A)):
+        weights = gl.zeros([16, BLOCK_R], gl.float32, MMA)
+        ptrs, mask = _bucket_ptrs(sums.weights + count, block, count, C)
+        for at in range(chunk.chunks):
+            of_chunk = ptrs + (chunk.first_slot + at).to(gl.int64) * size
+            weights += gl.load(of_chunk, mask=mask, other=0.0)
+        ptrs, mask = _bucket_ptrs(ptr, block, count, C)
+        gl.store(ptrs, -ds_total[None, :] * weights, mask=mask)
+
+
+@gluon.jit
+def _take_off_means(table, weights, sums, slot, count, grad_lse, C: gl.constexpr):
+    """Take ``Σ ds · Σ p`` off each bucket; of a chunk, leave both sums in its slot instead.
+
+    With ``grad_lse``, ``Σ ds`` is what it is more than that.
+    """
+    BLOCKS: gl.constexpr = blocks_of(C.P) + blocks_of(C.A)
+    ds_total = _sum_of_blocks(table, blocks_of(C.P) if C.P > 0 else BLOCKS)
+    if slot < 0:
+        if grad_lse is not None:
+            ds_total -= grad_lse
+        for block in gl.static_range(BLOCKS):
+            taken = ds_total[None, :] * weights.index(block).load(MMA)
+            table.index(block).store(table.index(block).load(MMA) - taken)
+    else:
+        ptr = sums.weights + slot.to(gl.int64) * (1 + C.P + C.A) * count
+        r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+        gl.store(ptr + r, ds_total, mask=r < count)
+        _store_table(weights, ptr + count, count, C)
+
+
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+def backward_kernel(
+    grad_out_ptr,  # [rows, D]
+    query_ptr,  # [rows, D]
+    history_ptr,  # [N, D], or packed codes; rows STRIDE apart
+    biases,  # arguments.Biases
+    outputs,  # Outputs; ``residual`` is None in fp32
+    grads,  # Gradients
+    sums,  # Sums
+    samples,  # Samples
+    num_samples,
+    num_targets,
+    num_rows,
+    num_slots,
+    scale,
+    C: gl.constexpr,  # Constants
+):
+    """Gradients of one chunk of a sample's history, of its biases and of all its query rows."""
+    if C.OVERLAP:
+        launch_dependents()
+    chunk = find_listed_chunk(samples, num_samples, num_slots, C)
+    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    count = num_targets * C.H
+    weights = None
+    if C.P + C.A > 0:
+        table = _allocate_table(C)
+        if sums.weights is not None:
+            weights = _allocate_table(C)
+        _clear(table, weights)
+    if chunk.busy:
+        history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
+        dtype: gl.constexpr = query_ptr.dtype.element_ty
+        ring = open_ring(history_ptr, samples, chunk, dtype, C)
+        row = chunk.sample.to(gl.int64) * count
+        query_row = row * 0 if C.LAYOUT == SHARED else row
+        grad_out = load_columns(grad_out_ptr, row, count, C)
+        q = split(load_columns(query_ptr, query_row, count, C), C.PARTS)
+        if C.PARTS == 1:
+            delta = _delta_of_half(outputs, grad_out, row, count, C)
+        grad_out = split(grad_out, C.PARTS)
+        both = allocate_parts(q[0].dtype, C.PARTS, 2 * BLOCK_R, C.BLOCK_D)
+        store_parts(both, 0, grad_out, True)
+        store_parts(both, BLOCK_R, q, True)
+        if C.PARTS > 1:
+            delta = _delta_of_parts(outputs, both, row, count, C)
+        r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
+        maximum, inverse = load_stats(outputs, num_rows, row, count, r)
+        grad_lse = load_grad_lse(outputs, row, inverse, r)
+        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
+        draws = query_draws(biases.dropout, row + r)[None, :]
+        alone = (end - begin == 1) & (slot < 0)
+
+        stored = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), dtype)
+        index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
+        COLUMNS: gl.constexpr = columns_at_once(C)
+        accs = zeros_by_column([COLUMNS, BLOCK_R], MMA, C)
+        stage = 0
+        for start in range(begin, end, C.BLOCK_N):
+            indices = next_indices(history_ptr, samples, chunk, ring, start, C)
+            targets = load_targets(grads, stored, chunk.first, start, end)
+            async_copy.wait_group(C.NUM_STAGES - 2)
+            tile = ring.index(stage)
+            dots, dp = _multiply_rows(tile, q, grad_out, both, C)
+            n = start + index
+            visible = (n < end)[:, None]
+            buckets = row_buckets(n, biases, chunk, C)
+            bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=0)
+            numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
+            dp = drop_weights(dp, biases.dropout, draws, numbers)
+            if C.SCORE == "softmax":
+                p = exp(dots * scale + bias - maximum[None, :], C.PARTS) * inverse[None, :]
+                p = gl.where(visible, p, 0.0)  # rounded as forward
+                ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=0)
+            else:
+                p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
+                p = gl.where(visible, p, 0.0)
+                ds = gl.where(visible, slope * dp, 0.0)
+            kept = drop_weights(p, biases.dropout, draws, numbers)
+            if grads.history is not None:
+                of_rows = (kept, ds * scale, both, stored, targets, chunk.first, start, end)
+                if grads.targets is None or gl.max(targets, 0) >= 0:
+                    _differentiate_rows(grads, of_rows, C)
+            accs = _add_to_queries(accs, tile, ds, dtype, C)
+            store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
+            if C.P + C.A > 0:
+                _add_to_tables(table, weights, buckets, ds, p, end - start, C)
+            stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
+
+        if sums.weights is not None:
+            _take_off_means(table, weights, sums, slot, count, grad_lse, C)
+        for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
+            grad_query = gl.permute(accs[column // COLUMNS], (1, 0))
+            if slot >= 0:
+                store_rows(sums.acc, grad_query, slot.to(gl.int64) * count, count, column, C.D)
+            else:
+                store_rows(grads.query, grad_query * scale, row, count, column, C.D)
+        if slot >= 0:
+            if is_last_chunk(samples, num_slots, chunk):
+                combine_queries(sums, grads, row, count, chunk, scale, C)
+                if sums.weights is not None:
+                    program = program_of_sample(chunk.sample, num_samples, num_slots)
+                    ptr = grads.tables + program.to(gl.int64) * (C.P + C.A) * count
+                    _store_correction(sums, ptr, count, chunk, grad_lse, C)
+    if C.P + C.A > 0:
+        of_last_chunk = (chunk.length > 2 * C.CHUNK) & (slot < 0) & (sums.weights is not None)
+        if not of_last_chunk:
+            ptr = grads.tables + gl.program_id(0).to(gl.int64) * (C.P + C.A) * count
+            _store_table(table, ptr, count, C)

@@ -1,0 +1,204 @@
+"""How target attention is cut into programs: query rows into blocks, histories into chunks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from torchrec_jagged_attn.runtime.kernels.jagged import count_chunks, find_sample, find_tile
+from torchrec_jagged_attn.runtime.kernels.softmax import store_stats
+
+__all__ = [
+    "DENSE",
+    "JAGGED",
+    "SAMPLES_OF_LIST",
+    "SHARED",
+    "find_work",
+    "list_slots",
+    "list_slots_kernel",
+    "load_queries",
+    "numbers_of_rows",
+    "query_rows",
+    "rows_of_chunk",
+    "slot_rows",
+    "store_outputs",
+    "store_queries",
+]
+
+# How queries are laid out: one row block per sample, the same block for all samples, or jagged.
+DENSE, SHARED, JAGGED = (tl.constexpr(layout) for layout in range(3))
+SAMPLES_OF_LIST = 128  # whose slots a program lists
+
+
+class Work(NamedTuple):
+    """What a program of the general kernels does.
+
+    Attributes:
+        busy: whether there is anything to do.
+        block: of the sample's query rows.
+        begin: first history row of the chunk.
+        end: where the chunk's history rows end.
+        slot: of the chunk, -1 where the chunk is the whole sample.
+        row: first query row of the sample.
+        count: query rows of the sample.
+    """
+
+    busy: Any
+    sample: Any
+    block: Any
+    begin: Any
+    end: Any
+    slot: Any
+    row: Any
+    count: Any
+
+
+@triton.jit
+def query_rows(samples, sample, num_targets, C: tl.constexpr):
+    """First output row of ``sample``, and how many it has."""
+    if C.LAYOUT == JAGGED:
+        first = tl.load(samples.query_offsets + sample).to(tl.int64) * C.H
+        count = tl.load(samples.query_offsets + sample + 1).to(tl.int64) * C.H - first
+    else:
+        count = num_targets.to(tl.int64) * C.H
+        first = sample * count
+    return first, count
+
+
+@triton.jit
+def rows_of_chunk(length, chunks):
+    """How many rows each chunk has, a multiple of 16; the last ones may have fewer, or none."""
+    rows = (length.to(tl.int32) + chunks.to(tl.int32) - 1) // chunks.to(tl.int32)
+    return (rows + 15) // 16 * 16
+
+
+@triton.jit
+def find_work(
+    samples, num_samples, num_targets, num_slots, C: tl.constexpr, ALL_BLOCKS: tl.constexpr
+):
+    """What this program does: a chunk of a sample's history, for one block of its query rows.
+
+    The first ``num_slots`` programs take the later chunks, each its slot's; the others take the
+    first chunk of every sample and block. Where ALL_BLOCKS, a program serves all blocks of its
+    sample, as if they were one.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    later = program < num_slots
+    first = tl.maximum(program - num_slots, 0)
+    block = program * 0
+    if later:
+        sample = find_sample(samples.offsets, num_samples, program, 1, C.SLOT, 0)
+    elif ALL_BLOCKS:
+        sample = first
+    elif C.LAYOUT == JAGGED:
+        sample, _, _, start = find_tile(samples.query_offsets, num_samples, first, C.H, C.BLOCK_R)
+        block = start // C.BLOCK_R
+    else:
+        blocks = tl.cdiv(num_targets * C.H, C.BLOCK_R)
+        sample = (first.to(tl.int32) // blocks).to(tl.int64)
+        block = first - sample * blocks
+    row, count = query_rows(samples, sample, num_targets, C)
+    num_blocks = 1 if ALL_BLOCKS else tl.cdiv(count, C.BLOCK_R)
+    begin = tl.load(samples.offsets + sample).to(tl.int64)
+    length = tl.load(samples.offsets + sample + 1).to(tl.int64) - begin
+    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SLOT)
+    chunk = program * 0
+    if later:
+        after = (program - begin // C.SLOT).to(tl.int32)
+        chunk = (after // tl.maximum(num_blocks, 1).to(tl.int32)).to(tl.int64)
+        block = after - chunk * num_blocks
+    busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
+    slot = tl.where(chunks > 1, begin // C.SLOT + chunk * num_blocks + block, -1)
+    rows = rows_of_chunk(length, chunks).to(tl.int64)
+    end = tl.minimum((chunk + 1) * rows, length)
+    return Work(busy, sample, block, begin + chunk * rows, begin + end, slot, row, count)
+
+
+@triton.jit
+def numbers_of_rows(samples, n, visible):
+    """Which rows of the history stand at the places ``n`` (int64), of those that are visible."""
+    rows = n
+    if samples.indices is not None:
+        rows = tl.load(samples.indices + n, mask=visible, other=0).to(tl.int64)
+    return rows
+
+
+@triton.jit
+def slot_rows(num_targets, C: tl.constexpr):
+    """How many query rows a slot has room for."""
+    rows = C.BLOCK_R if C.LAYOUT == JAGGED else num_targets * C.H
+    return tl.minimum(rows, C.BLOCK_R).to(tl.int64)
+
+
+@triton.jit
+def load_queries(ptr, first, r, count, d, D: tl.constexpr):
+    """``[BLOCK_R, BLOCK_D]``: rows ``r`` of ``count``, from row ``first`` on."""
+    mask = (r < count)[:, None] & (d < D)[None, :]
+    return tl.load(ptr + (first + r)[:, None] * D + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_outputs(outputs, acc, maximum, total, num_rows, first, r, count, d, D: tl.constexpr):
+    """Store ``acc / total`` where :func:`load_queries` would load it, its residual and statistics.
+
+    The residual is None if not requested: the output is of fp32, or there is no backward.
+    """
+    total_or_one = tl.where(total > 0, total, 1.0)[:, None]
+    exact: tl.constexpr = outputs.out.dtype.element_ty == tl.float32
+    out = tl.div_rn(acc, total_or_one) if exact else acc * (1.0 / total_or_one)
+    store_queries(outputs.out, out, first, r, count, d, D)
+    if outputs.residual is not None:
+        rounded = out.to(outputs.out.dtype.element_ty).to(tl.float32)
+        store_queries(outputs.residual, out - rounded, first, r, count, d, D)
+    store_stats(outputs.stats, num_rows, first + r, r < count, maximum, total)
+
+
+@triton.jit
+def store_queries(ptr, value, first, r, count, d, D: tl.constexpr):
+    """Store ``value`` where :func:`load_queries` would load it."""
+    mask = (r < count)[:, None] & (d < D)[None, :]
+    tl.store(ptr + (first + r)[:, None] * D + d[None, :], value, mask=mask)
+
+
+@triton.jit
+def list_slots(
+    slot_list, program, num_samples, num_slots, CHUNK: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """List the slots of BLOCK_B samples, by which ``warp_parts.find_listed_chunk`` finds chunks.
+
+    A sample of CHUNK rows or more is cut into chunks of up to twice as many. Their slots are those
+    from ``offsets[b] // CHUNK`` on.
+    """
+    sample = program.to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    there = sample < num_samples
+    first = tl.load(slot_list.offsets + sample, mask=there, other=0).to(tl.int64)
+    last = tl.load(slot_list.offsets + sample + 1, mask=there, other=0).to(tl.int64)
+    length = (last - first).to(tl.int32)
+    chunks = tl.where(length >= CHUNK, tl.cdiv(length, 2 * CHUNK), 0)
+    begin = (first // CHUNK).to(tl.int32)
+    end = tl.where(sample == num_samples - 1, num_slots, (last // CHUNK).to(tl.int32))
+    for step in range(0, tl.max(end - begin), 8):
+        chunk = step + tl.arange(0, 8)[None, :]
+        slot = begin[:, None] + chunk
+        own = slot < end[:, None]
+        has_it = tl.where(chunk < chunks[:, None], sample.to(tl.int32)[:, None], -1)
+        tl.store(slot_list.slots + slot, has_it, mask=own)
+        tl.store(slot_list.slots + num_slots + slot, 0, mask=own)
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_slots"])
+def list_slots_kernel(
+    slot_list,
+    num_samples,
+    num_slots,
+    CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """:func:`list_slots` of all samples."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    list_slots(slot_list, tl.program_id(0), num_samples, num_slots, CHUNK, BLOCK_B)

@@ -1,0 +1,158 @@
+"""What the kernels of target attention for a warpgroup (four warps) share, on Hopper.
+
+``wgmma`` products read their operands from shared memory themselves. Their M side takes at least 64
+rows: those of history, or its columns. Query rows are on the N side, in multiples of eight.
+
+The tensor memory accelerator copies tiles of rows, and knows where a sample ends: rows beyond are
+zeros and are never read, and none beyond is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from torchrec_jagged_attn.runtime.kernels.gluon import thread_barrier
+from torchrec_jagged_attn.runtime.kernels.tma import copy_in, read
+from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
+    LOG2E,
+    load_bias,
+    row_buckets,
+    row_layout,
+)
+
+__all__ = [
+    "PROGRAMS",
+    "add_biases",
+    "copy_next",
+    "copy_queries",
+    "open_ring",
+    "store_transposed",
+    "wait_for_tile",
+    "warpgroup_layout",
+]
+
+
+PROGRAMS = gl.constexpr(256)  # that begin while slots are listed
+
+
+@gluon.constexpr_function
+def warpgroup_layout(width):
+    """Rows of half precision in shared memory, as ``wgmma`` reads them."""
+    return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank=2)
+
+
+class HistoryRing(NamedTuple):
+    """A ring of ``tma.py`` whose readers meet before a tile is copied where another was: it has no
+    barrier for what is empty.
+    """
+
+    full: Any
+    tiles: Any
+
+
+@gluon.jit
+def _expect(ring, n, desc, remaining):
+    """Say that the ``n``-th tile will be copied, if there are rows in it."""
+    full = ring.full.index(n % ring.full.shape[0])
+    mbarrier.expect(full, desc.block_type.nbytes, pred=remaining > 0)
+
+
+@gluon.jit
+def _copy(ring, n, desc, last, remaining):
+    """Begin to copy the ``n``-th tile, if there are rows in it."""
+    stage = n % ring.full.shape[0]
+    full, tile = ring.full.index(stage), ring.tiles.index(stage)
+    copy_in(desc, last, remaining, 0, full, tile, remaining > 0)
+
+
+@gluon.jit
+def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
+    """Room for NUM_STAGES tiles; all but the last are on their way to it.
+
+    The first one begins ``remaining`` rows before row ``last``, the chunk's end.
+    """
+    shape: gl.constexpr = [NUM_STAGES] + desc.block_type.shape  # noqa: RUF005  (no star)
+    tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    ring = HistoryRing(full, tiles)
+    for stage in gl.static_range(NUM_STAGES - 1):
+        _expect(ring, stage, desc, remaining - stage * tiles.shape[3])
+        _copy(ring, stage, desc, last, remaining - stage * tiles.shape[3])
+    return ring
+
+
+@gluon.jit
+def wait_for_tile(ring, n, desc, remaining):
+    """The ``n``-th tile, once it is there; it begins ``remaining`` rows before the chunk's end."""
+    ahead: gl.constexpr = ring.full.shape[0] - 1
+    tile = read(ring, n)
+    _expect(ring, n + ahead, desc, remaining - ahead * tile.shape[0])
+    return tile
+
+
+@gluon.jit
+def copy_next(ring, n, desc, last, remaining):
+    """Begin to copy what comes after the tiles on their way, where the one before the ``n``-th was.
+
+    All warps have read that one.
+    """
+    thread_barrier()
+    ahead: gl.constexpr = ring.full.shape[0] - 1
+    _copy(ring, n + ahead, desc, last, remaining - ahead * ring.tiles.shape[3])
+
+
+@gluon.jit
+def _query_elements(tile, count, D: gl.constexpr):
+    """Where the rows of ``tile`` are from the first one of ``count``, and which there are."""
+    layout: gl.constexpr = row_layout(tile.shape[1], tile.dtype, gl.num_warps())
+    r = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]
+    d = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
+    return r * D + d, (r < count) & (d < D)
+
+
+@gluon.jit
+def copy_queries(ptr, count, C: gl.constexpr):
+    """``[BLOCK_R, BLOCK_D]`` in shared memory; begins to copy ``count`` rows from ``ptr`` on to it,
+    and zeros around them.
+    """
+    shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
+    tile = gl.allocate_shared_memory(ptr.dtype.element_ty, shape, warpgroup_layout(C.BLOCK_D))
+    elements, there = _query_elements(tile, count, C.D)
+    async_copy.async_copy_global_to_shared(tile, ptr + elements, mask=there)
+    return tile
+
+
+@gluon.jit
+def store_transposed(ptr, value, tile, count, D: gl.constexpr):
+    """Store the columns of ``value`` as ``count`` rows from ``ptr`` on, by way of ``tile``."""
+    elements, there = _query_elements(tile, count, D)
+    tile.permute((1, 0)).store(value)
+    layout: gl.constexpr = row_layout(tile.shape[1], tile.dtype, gl.num_warps())
+    gl.store(ptr + elements, tile.load(layout), mask=there)
+
+
+@gluon.jit
+def add_biases(scores, biases, start, chunk, count, C: gl.constexpr):
+    """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, plus their biases,
+    if there are any.
+
+    A lane has columns eight apart: where heads come again by then, it loads those of one of them.
+    """
+    BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
+    if BY_ROW or C.P + C.A > 0:
+        APART: gl.constexpr = 8 if 8 % C.H == 0 else C.BLOCK_R
+        apart = gl.reshape(scores, [C.BLOCK_N, C.BLOCK_R // APART, APART])
+        layout: gl.constexpr = gl.SliceLayout(1, apart.type.layout)
+        n = start + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
+        r = gl.arange(0, APART, gl.SliceLayout(0, layout))
+        bias = load_bias(biases, row_buckets(n, biases, chunk, C), n, r, chunk, count, C, ROWS=0)
+        apart += gl.expand_dims(bias * LOG2E, 1)
+        scores = gl.convert_layout(gl.reshape(apart, [C.BLOCK_N, C.BLOCK_R]), scores.type.layout)
+    return scores

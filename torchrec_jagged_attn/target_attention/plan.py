@@ -1,0 +1,435 @@
+"""How a call of target attention is computed: which path takes it, and how its work is cut up.
+
+The paths, from the fastest to the one that takes any call, for R query rows (targets × heads) of a
+sample:
+
+    one_warp     a warp holds all query rows; R up to 8
+    warpgroup    four warps share wgmma products, on Hopper; R of 9 to 64, half precision
+    few_warps    16 query rows to a warp, on an H100 or later; R of 9 to 64: fp32, and what
+                 warpgroup refuses
+    general      Triton's kernels: any R, any width, jagged queries
+
+No plan depends on how many samples and rows there are: where a sample is cut depends on itself
+alone, and so do the bits of its results.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.codes import codes_per_byte
+from torchrec_jagged_attn.runtime.kernels.matmul import MOST_COLUMNS_OF_PARTS, padded_width
+from torchrec_jagged_attn.runtime.launch import overlap_options
+from torchrec_jagged_attn.runtime.paths import Condition, Path, choose
+from torchrec_jagged_attn.target_attention.kernels import schedule
+from torchrec_jagged_attn.target_attention.kernels.records import Constants
+from torchrec_jagged_attn.target_attention.kernels.row_gradients import (
+    PLACES_OF_PROGRAM,
+    ZEROS_OF_PROGRAM,
+)
+from torchrec_jagged_attn.target_attention.kernels.warp_parts import BLOCK_R
+from torchrec_jagged_attn.target_attention.kernels.warpgroup_backward import BUCKETS
+
+__all__ = [
+    "DENSE",
+    "JAGGED",
+    "PATHS",
+    "SHARED",
+    "Call",
+    "Plan",
+    "plan_of",
+]
+
+# As plain numbers: comparing those of Triton takes host time.
+DENSE, SHARED, JAGGED = (
+    layout.value for layout in (schedule.DENSE, schedule.SHARED, schedule.JAGGED)
+)
+ONE_WARP_ROWS = BLOCK_R.value
+MOST_BUCKETS = 256  # of both tables, which lie in shared memory
+MOST_BUCKETS_OF_TABLE = BUCKETS.value  # backward of warpgroups, which holds tables in registers
+# Bytes of shared memory that a program of few_warps needs: A100 (163 KiB) lacks it, H100 has it.
+MIN_SHARED_MEMORY_FEW_WARPS = 200_001
+# Forward, samples of up to so many blocks of queries are cut as if they had one. The sums of all
+# chunks then take a byte for each element of the history.
+MOST_SLOTS = 4
+
+
+class Call(NamedTuple):
+    """What a plan depends on.
+
+    Attributes:
+        device: of the tensors.
+        backward: whether gradients are asked for, else outputs.
+        layout: of queries: DENSE, SHARED or JAGGED.
+        num_targets: of each sample; 0 where queries are JAGGED.
+        num_heads: of a target.
+        width: of queries and history rows.
+        num_positions: buckets of the table of positions; 0 without one.
+        num_ages: buckets of the table of ages; 0 without one.
+        bias: whether history rows have biases or prior weights.
+        prior: whether these are prior weights.
+        row_dropout: whether history rows are dropped.
+        dropout: whether weights are.
+        element_size: bytes of an element of queries.
+        history_stride: elements from one history row to the next.
+        aligned: whether the history begins at a multiple of 16 bytes.
+        addressable: whether it has few enough rows for a descriptor of the tensor memory
+            accelerator.
+        precision: of products, see ``matmul.product_precision``.
+        score: what makes weights of scores, see ``arguments.SCORES``.
+        slots_given: whether the kernel that makes the queries lists the slots, too.
+        by_index: whether history rows are read by indices.
+        num_levels: of packed codes; 0 where history rows are not packed.
+    """
+
+    device: torch.device
+    backward: bool
+    layout: int
+    num_targets: int
+    num_heads: int
+    width: int
+    num_positions: int
+    num_ages: int
+    bias: bool
+    prior: bool
+    row_dropout: bool
+    dropout: bool
+    element_size: int
+    history_stride: int
+    aligned: bool
+    addressable: bool
+    precision: str
+    score: str = "softmax"
+    slots_given: bool = False
+    by_index: bool = False
+    num_levels: int = 0
+
+    @property
+    def query_rows(self) -> int:
+        """Query rows that a sample has; of JAGGED ones, those of eight targets.
+
+        Not the batch's own there: results must not depend on other samples.
+        """
+        return (8 if self.layout == JAGGED else self.num_targets) * self.num_heads
+
+    @property
+    def buckets(self) -> int:
+        """Of both tables together."""
+        return self.num_positions + self.num_ages
+
+    @property
+    def half(self) -> bool:
+        """Whether queries have half precision."""
+        return self.element_size == 2
+
+    @property
+    def of_codes(self) -> bool:
+        """Whether history rows are packed codes."""
+        return self.num_levels > 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a history row in a tile, once it is multiplied."""
+        return padded_width(self.width) * self.element_size
+
+
+def _rows_are_aligned(x: Call) -> bool:
+    in_pieces = (x.width | x.history_stride) % (16 // x.element_size) == 0
+    return x.of_codes or (x.aligned and in_pieces)
+
+
+_GLUON = (
+    Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
+    Condition("history rows at multiples of 16 bytes, or packed codes", _rows_are_aligned),
+    Condition(
+        "a bias of each row with one target only",
+        lambda x: not x.bias or x.prior or x.num_targets == 1,
+    ),
+    Condition(
+        f"tables of up to {MOST_BUCKETS} buckets together", lambda x: x.buckets <= MOST_BUCKETS
+    ),
+)
+_MORE_ROWS = (
+    Condition(
+        f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
+        lambda x: ONE_WARP_ROWS < x.query_rows <= 64,
+    ),
+    Condition("width up to 128", lambda x: x.width <= 128),
+)
+PATHS = (
+    Path(
+        "one_warp",
+        (
+            Condition(
+                f"up to {ONE_WARP_ROWS} query rows (targets × heads) a sample",
+                lambda x: x.query_rows <= ONE_WARP_ROWS,
+            ),
+            Condition("width up to 256", lambda x: x.width <= 256),
+            *_GLUON,
+        ),
+        runs_on=lambda device: devices.gluon_shared_memory(device) > 0,
+        device="an Ampere GPU or later",
+    ),
+    Path(
+        "warpgroup",
+        (
+            *_MORE_ROWS,
+            Condition("half precision", lambda x: x.half),
+            *_GLUON,
+            Condition("no packed codes", lambda x: not x.of_codes),
+            Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
+            Condition(
+                "no indices: boxes are of rows one after the other", lambda x: not x.by_index
+            ),
+            Condition("fewer than 2³⁰ history rows", lambda x: x.addressable),
+            Condition(
+                "backward without a bias of each row",
+                lambda x: not (x.backward and x.bias and not x.prior),
+            ),
+            Condition(
+                f"backward with up to {MOST_BUCKETS_OF_TABLE} buckets a table",
+                lambda x: (
+                    not x.backward or max(x.num_positions, x.num_ages) <= MOST_BUCKETS_OF_TABLE
+                ),
+            ),
+        ),
+        runs_on=lambda device: devices.hopper_multiprocessors(device) > 0,
+        device="a Hopper GPU",
+    ),
+    Path(
+        "few_warps",
+        (
+            *_MORE_ROWS,
+            Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
+            *_GLUON,
+            Condition(
+                "no tables in fp32 backward over codes: general has their gradients more exactly",
+                lambda x: not (x.backward and x.of_codes) or x.half or x.buckets == 0,
+            ),
+            Condition(
+                "tables or codes in half-precision backward, where general is faster without",
+                lambda x: not (x.backward and x.half) or x.buckets > 0 or x.of_codes,
+            ),
+        ),
+        runs_on=lambda device: devices.gluon_shared_memory(device) >= MIN_SHARED_MEMORY_FEW_WARPS,
+        device="an H100 or later: 196 KiB of shared memory",
+    ),
+    Path("general"),
+)
+
+
+class Plan:
+    """Which kernels compute one direction, how they cut it up, and what they are compiled for.
+
+    Attributes:
+        call: what the plan is for.
+        choice: the path that takes it, and why not another one.
+        path: the name of that.
+        tiles: compile-time arguments that say how work is cut up.
+        listed: whether programs find chunks by a list of slots, and bring their sums together.
+        overlap: whether launches overlap.
+        block_r: query rows of a block.
+        num_blocks: how many of them a sample has, unless queries are JAGGED.
+        chunk: history rows that a program takes at least.
+        slot: how many history rows there are for each slot, in which a chunk leaves its sums.
+        slot_rows: how many query rows a slot has room for.
+        one_block: whether backward meets samples whose query rows one block holds, in one pass.
+        more_blocks: whether it meets other ones.
+        kernel, combine, list_slots: compile-time arguments of kernels, and options of their launch.
+        column_blocks: programs that bring the sums of one chunk together.
+        rows, combine_rows: the same of gradients of rows that are read by indices.
+    """
+
+    def __init__(self, call: Call) -> None:
+        x = self.call = call
+        self.choice = choose(PATHS, x.device, x)
+        self.path = self.choice.path
+        self.overlap = devices.launches_overlap(x.device)
+        self.listed = self.path in ("one_warp", "warpgroup")
+        self.tiles = tiles_of(self.path, x)
+        self.block_r = self.tiles["BLOCK_R"]
+        self.chunk = self.tiles["CHUNK"]
+        jagged = x.layout == JAGGED
+        self.num_blocks = -(-x.query_rows // self.block_r)
+        # Backward, when memory is shortest, programs that take whole samples last longer anyway.
+        most_blocks = MOST_SLOTS if jagged else self.num_blocks
+        self.slot = self.chunk // (1 if x.backward else max(1, min(MOST_SLOTS, most_blocks)))
+        self.slot_rows = self.block_r if jagged else min(x.query_rows, self.block_r)
+        # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
+        single_pass = x.half or self.path in ("one_warp", "few_warps")
+        self.one_block = single_pass and (jagged or x.query_rows <= self.block_r)
+        self.more_blocks = jagged or not self.one_block
+
+        self.kernel = self._kernel(single_pass)
+        self.list_slots = {
+            "CHUNK": self.chunk,
+            "BLOCK_B": schedule.SAMPLES_OF_LIST,
+            "OVERLAP": self.overlap,
+        }
+        block_r = 1 << (self.slot_rows - 1).bit_length()
+        block_d = min(padded_width(x.width), max(16, 1024 // block_r))
+        self.column_blocks = -(-x.width // block_d)
+        self.combine = _arguments(
+            LAYOUT=x.layout,
+            H=x.num_heads,
+            D=x.width,
+            BLOCK_R=block_r,
+            BLOCK_D=block_d,
+            CHUNK=self.chunk,
+            SLOT=self.slot,
+            SINGLE_PASS=single_pass,
+            num_warps=1,
+            **overlap_options(self.overlap),
+        )
+        self.combine_rows = _arguments(
+            **_inputs(x),
+            num_warps=4,
+            **_tiles_of_rows(x),
+        )
+        self.rows = self.combine_rows | {
+            "ONE_BLOCK": not jagged and x.query_rows <= self.combine_rows["C"].BLOCK_R,
+            "PLACES": PLACES_OF_PROGRAM,
+            "ZEROS": ZEROS_OF_PROGRAM,
+            "num_warps": 1,
+        }
+
+    def _kernel(self, single_pass: bool) -> dict[str, Any]:
+        """Compile-time arguments of the path's main kernels, and options of their launch."""
+        x = self.call
+        more: dict[str, Any] = {"PARTS": 1 if x.half else 2 if x.precision == "tf32" else 3}
+        if self.path == "general":
+            more = {"PRECISION": _precision_of_general(x), "SLOT": self.slot}
+        elif self.path != "warpgroup":
+            more["STRIDE"] = x.history_stride
+        if self.path == "general" and x.backward:
+            one_target = x.num_targets == 1 and x.query_rows <= self.block_r
+            more |= {
+                "SINGLE_PASS": single_pass,
+                "ONE_TARGET": one_target,
+                "BLOCK_H": self.block_r if one_target else padded_width(x.num_heads),
+                "BLOCK_P": padded_width(x.num_positions),
+                "BLOCK_A": padded_width(x.num_ages),
+            }
+        if self.listed:
+            more |= overlap_options(self.overlap) | {"WAIT": x.slots_given}
+        elif self.path == "few_warps":
+            more["OVERLAP"] = self.overlap
+        return _arguments(
+            **_inputs(x),
+            **self.tiles,
+            **more,
+        )
+
+
+def _inputs(x: Call) -> dict[str, Any]:
+    """What all kernels that compute scores are compiled for."""
+    return {
+        "LAYOUT": x.layout,
+        "H": x.num_heads,
+        "D": x.width,
+        "P": x.num_positions,
+        "A": x.num_ages,
+        "PRIOR": x.prior,
+        "SCORE": x.score,
+        "LEVELS": x.num_levels,
+        "PER_BYTE": codes_per_byte(x.num_levels) if x.of_codes else 0,
+    }
+
+
+def _tiles_of_rows(x: Call) -> dict[str, int]:
+    """How places that name a row are taken: BLOCK_N at a time, with BLOCK_R query rows of each.
+
+    A warp has 512 elements of queries in registers, and as many of gradients of outputs.
+    """
+    width = padded_width(x.width)
+    pairs = max(1, 512 // width)
+    block_r = min(pairs, 1 << (max(1, x.query_rows) - 1).bit_length())
+    return {
+        "BLOCK_R": block_r,
+        "BLOCK_N": 1 if x.layout == JAGGED else min(4, pairs // block_r),
+        "BLOCK_D": width,
+        "CHUNK": 32,
+    }
+
+
+def _precision_of_general(x: Call) -> str:
+    """That of products in Triton: parts of wide rows do not fit in registers, and tensor cores cut
+    off too often in a sum over so many columns.
+    """
+    if x.precision == "bf16x6" and x.width > MOST_COLUMNS_OF_PARTS:
+        return "ieee"
+    return x.precision
+
+
+def _arguments(**values: Any) -> dict[str, Any]:
+    """``values`` as a launch takes them: constants have capital letters, its options small ones."""
+    options = {name: value for name, value in values.items() if name.islower()}
+    constants = {name: value for name, value in values.items() if name.isupper()}
+    return {"C": Constants(**constants), **options}
+
+
+plan_of = functools.lru_cache(maxsize=1024)(Plan)
+
+
+def tiles_of(path: str, x: Call) -> dict[str, int]:
+    """How ``path`` cuts up the work. Nothing of it may depend on other samples than a row's own.
+
+    Found by trying, on an H200.
+    """
+    width = padded_width(x.width)
+    if path == "one_warp":
+        # Each lane makes the codes of a row.
+        by_lane = x.of_codes and width < 256
+        stages = 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2
+        return {
+            "BLOCK_R": ONE_WARP_ROWS,
+            "BLOCK_N": 32 if by_lane or (x.half and not x.backward) else 16,
+            "BLOCK_D": width,
+            "CHUNK": 384 if x.row_bytes <= 128 else 192 if x.half else 128,
+            "NUM_STAGES": 2 if x.of_codes else stages,
+            "num_warps": 1,
+        }
+    if path == "warpgroup":
+        # Registers for as many programs on a multiprocessor as its shared memory holds, where none
+        # has to lie in memory while rows are multiplied.
+        more = x.backward or x.bias or x.buckets or x.row_dropout or x.dropout
+        registers = 168 if more else 128
+        if x.query_rows > 32 or (x.backward and x.buckets):
+            registers = 255
+        return {
+            "BLOCK_R": padded_width(x.query_rows),
+            "BLOCK_N": 64,
+            "BLOCK_D": max(64, width),
+            "CHUNK": 512,
+            "NUM_STAGES": 2,
+            "num_warps": 4,
+            "maxnreg": registers,
+        }
+    if path == "few_warps":
+        block_r = padded_width(x.query_rows)
+        block_n = 64 if x.half else 32 if x.of_codes else 16
+        return {
+            "BLOCK_R": block_r,
+            "BLOCK_N": max(32, block_r) if x.backward else block_n,
+            "BLOCK_D": width,
+            "CHUNK": 512 if x.half else 256,
+            "NUM_STAGES": 3 if not x.of_codes and (x.half or not x.backward) else 2,
+            "num_warps": block_r // 16,
+        }
+    block_r = min(padded_width(x.query_rows), 64, 32768 // x.row_bytes)
+    exact = x.precision in ("ieee", "bf16x6")  # operands and their parts lie in registers
+    bytes_of_tile = 16384 if x.backward or exact else 32768
+    slot_rows = block_r if x.layout == JAGGED else min(x.query_rows, block_r)
+    return {
+        "BLOCK_R": block_r,
+        "BLOCK_N": max(16, min(64, bytes_of_tile // x.row_bytes)),
+        "BLOCK_D": width,
+        # A row of codes is read in no time.
+        "CHUNK": 1024 if x.of_codes else max(128, 16 * slot_rows),
+        "NUM_STAGES": 3 if x.row_bytes < 512 else 2,
+        "num_warps": 4 if x.row_bytes < 1024 else 8,
+    }
