@@ -24,9 +24,10 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 # Run a second time without a GPU, with the kernels in Triton's interpreter. Not the tests of
 # JaggedTargetAttention, its op and its collection: they take minutes there, and meet no kernel that
 # the others do not.
-NOT_OF_KERNELS := %/test_registration.py %/test_multi_head_target_attention.py
-KERNEL_TESTS := tests/kernels tests/replay $(filter-out $(NOT_OF_KERNELS),$(wildcard tests/ops/test_*.py)) \
-	tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
+OPERATIONS := $(addprefix tests/,attention flash_attention interaction selection target_attention runtime)
+NOT_OF_KERNELS := test_cpu test_extension test_multi_head test_registration
+KERNEL_TESTS := tests/kernels $(OPERATIONS) $(NOT_OF_KERNELS:%=--ignore-glob='*/%.py') \
+	tests/test_every_op.py tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
 
 # By files, whose fixtures are made once: pytest 9 loses the groups of pytest-xdist 3.8. In the order
 # of tests/fixtures.py: the one that xdist makes by numbers of tests leaves long ones to the end.
@@ -49,7 +50,7 @@ else
 endif
 
 test-portable: $(READY)
-	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default $(BY_FILES) -m "not gpu" tests/ops tests/cpu
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default $(BY_FILES) -m "not gpu" $(OPERATIONS) tests/test_every_op.py --ignore-glob='*/kernels/*'
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -12,7 +12,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.modules.collection_scenarios import (
+from tests.collection.scenarios import (
     NUM_IDS,
     SCENARIOS,
     USERS,

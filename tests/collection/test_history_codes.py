@@ -12,13 +12,13 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from tests.attention.test_scores import attend_by_formula
 from tests.modules.target_attention_inputs import (
     attend,
     attend_by_sample,
     each_pair_by_dtype,
     make_inputs,
 )
-from tests.ops.test_scores import attend_by_formula
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close, assert_matches_oracle
 from torchrec_jagged_attn import (

@@ -9,17 +9,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.cases import offsets_of
 from tests.combinations import each_pair
+from tests.flash_attention.test_flash_attention import with_relative_bias
 from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs, make_module
-from tests.modules.test_self_attention import (
-    attention_peer,
-    layer_peer,
-    run,
-    run_by_sample,
-)
+from tests.modules.test_self_attention import attention_peer, layer_peer, run, run_by_sample
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
-from tests.ops.test_flash_attention import with_relative_bias
-from tests.ops.test_target_attention import LENGTHS, inputs_of_layout
 from tests.oracles import flash_attention_oracle, target_attention_oracle
+from tests.target_attention.test_target_attention import LENGTHS, inputs_of_layout
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
     EncoderConfig,

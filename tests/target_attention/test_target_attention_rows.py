@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
+from tests.attention.test_dropout import assert_weights_are_dropped
+from tests.attention.test_row_dropout import assert_rows_are_dropped
 from tests.cases import Case, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
-from tests.ops.test_dropout import assert_weights_are_dropped
-from tests.ops.test_row_dropout import assert_rows_are_dropped
-from tests.ops.test_target_attention import (
+from tests.oracles import target_attention_oracle
+from tests.target_attention.test_target_attention import (
     LAYOUTS,
     LENGTHS,
     REQUEST_TIMES,
@@ -22,7 +23,6 @@ from tests.ops.test_target_attention import (
     lay_out_queries,
     on_every_kernel,
 )
-from tests.oracles import target_attention_oracle
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 

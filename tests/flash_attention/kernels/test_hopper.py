@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.combinations import each_pair, each_pair_if_interpreted
-from tests.ops.test_flash_attention import (
+from tests.flash_attention.test_flash_attention import (
     assert_right,
     assert_tiles_beyond_a_window_are_not_read,
     inputs_of,

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.modules.target_attention_inputs import make_module
-from tests.ops.test_target_attention import arguments_of
+from tests.target_attention.test_target_attention import arguments_of
 from torchrec_jagged_attn import (
     JaggedSelfAttention,
     checks,

@@ -8,8 +8,8 @@ import torch
 
 from tests.cases import Case, offsets_of
 from tests.fixtures import skip_unless_supported
-from tests.ops.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.oracles import ScoreBiases, recency_bias_oracle
+from tests.target_attention.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.target_attention.api import call_target_attention

@@ -5,14 +5,15 @@ import functools
 import pytest
 import torch
 
+from tests.attention.test_dropout import assert_weights_are_dropped
+from tests.attention.test_row_dropout import assert_rows_are_dropped
 from tests.combinations import each_pair
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
-from tests.ops.test_dropout import assert_weights_are_dropped
-from tests.ops.test_log_sum_exp import assert_merges as assert_owners_merge
-from tests.ops.test_log_sum_exp import assert_right as assert_right_with_lse
-from tests.ops.test_log_sum_exp import make_inputs as make_inputs_of_lse
-from tests.ops.test_row_dropout import assert_rows_are_dropped
-from tests.ops.test_target_attention import (
+from tests.oracles import target_attention_oracle
+from tests.target_attention.test_log_sum_exp import assert_merges as assert_owners_merge
+from tests.target_attention.test_log_sum_exp import assert_right as assert_right_with_lse
+from tests.target_attention.test_log_sum_exp import make_inputs as make_inputs_of_lse
+from tests.target_attention.test_target_attention import (
     FAR_TIMES,
     REQUEST_TIMES,
     arguments_of,
@@ -23,14 +24,13 @@ from tests.ops.test_target_attention import (
     inputs_of_far_times,
     inputs_of_gradients_that_cancel,
 )
-from tests.ops.test_target_attention_codes import (
+from tests.target_attention.test_target_attention_codes import (
     assert_by_index_is_as_a_copy,
     assert_right_over_codes,
     inputs_of_codes,
 )
-from tests.ops.test_target_attention_rows import FUNCTIONS as OVER_ROWS
-from tests.ops.test_target_attention_rows import by_index
-from tests.oracles import target_attention_oracle
+from tests.target_attention.test_target_attention_rows import FUNCTIONS as OVER_ROWS
+from tests.target_attention.test_target_attention_rows import by_index
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 

@@ -12,15 +12,15 @@ from torch._dynamo.testing import CompileCounter
 from tests.cases import CASES, Case, make_flash_inputs, offsets_of
 from tests.combinations import each_pair, each_pair_if_interpreted
 from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
-from tests.ops.test_target_attention import (
+from tests.oracles import flash_attention_oracle
+from tests.rounding import RoundingErrors
+from tests.runs import assert_same_run
+from tests.target_attention.test_target_attention import (
     FAR_TIMES,
     buckets_apart,
     inputs_of_ages,
     inputs_of_far_times,
 )
-from tests.oracles import flash_attention_oracle
-from tests.rounding import RoundingErrors
-from tests.runs import assert_same_run
 from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import devices, jagged_flash_attention
 

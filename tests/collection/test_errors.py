@@ -22,7 +22,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.modules.collection_scenarios import (
+from tests.collection.scenarios import (
     GOOD,
     ITEM,
     NUM_IDS,

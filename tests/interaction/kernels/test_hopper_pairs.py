@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.test_interaction import inputs_of, pair_bmm_oracle
+from tests.interaction.test_interaction import inputs_of, pair_bmm_oracle
 from torchrec_jagged_attn import devices, ops
 from torchrec_jagged_attn.interaction import plan
 from torchrec_jagged_attn.interaction.kernels import hopper_pairs

@@ -16,7 +16,7 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from tests.modules.collection_scenarios import (
+from tests.collection.scenarios import (
     CPU,
     GOOD,
     ITEM,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.ops.test_target_attention import inputs_of, inputs_of_layout
 from tests.oracles import target_attention_oracle
+from tests.target_attention.test_target_attention import inputs_of, inputs_of_layout
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 

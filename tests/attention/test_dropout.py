@@ -9,14 +9,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.attention.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
 from tests.combinations import each_pair
+from tests.flash_attention.test_flash_attention import with_relative_bias
 from tests.modules.target_attention_inputs import attend, make_inputs, make_module
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
 from tests.modules.test_self_attention import run
-from tests.ops.test_flash_attention import with_relative_bias
-from tests.ops.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
-from tests.ops.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
 from tests.oracles import flash_attention_oracle, target_attention_oracle
+from tests.target_attention.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
     EncoderConfig,

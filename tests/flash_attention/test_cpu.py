@@ -10,10 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.cases import Case, make_flash_inputs, offsets_of
-from tests.ops.test_target_attention import age_bucket
 from tests.oracles import flash_attention_oracle, target_attention_oracle
 from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
+from tests.target_attention.test_target_attention import age_bucket
 from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
 from torchrec_jagged_attn.flash_attention import extension

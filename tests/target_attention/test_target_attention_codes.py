@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from tests.cases import offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck
-from tests.ops.test_target_attention import arguments_of
 from tests.oracles import target_attention_oracle
+from tests.target_attention.test_target_attention import arguments_of
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.devices import supported_dtypes

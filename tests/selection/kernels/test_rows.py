@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.cases import offsets_of
-from tests.ops.test_selection import draw_scores, expected_rows
+from tests.selection.test_selection import draw_scores, expected_rows
 from torchrec_jagged_attn.selection.arguments import ScoredRows
 from torchrec_jagged_attn.selection.kernels import rows as kernels
 

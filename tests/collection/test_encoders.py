@@ -8,7 +8,7 @@ from torchrec.fx import symbolic_trace
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.modules.collection_scenarios import (
+from tests.collection.scenarios import (
     LENGTHS,
     USERS,
     Scenario,
