@@ -208,7 +208,7 @@ def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
     wide = paths.Path("wide", (b, c), samples="short ones")
     general = paths.Path("general")
     monkeypatch.setattr(paths, "PATHS", (narrow, wide, general), raising=False)
-    assert report.paths_table("paths").splitlines()[2:] == [
+    assert report.paths_table("runtime.paths").splitlines()[2:] == [
         "| `narrow` | a Hopper GPU | a |",
         "| `wide` | any | short ones; c |",
         "| `general` | any | all else |",
@@ -216,7 +216,7 @@ def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
         "All but `general` also require: b.",
     ]
     monkeypatch.setattr(paths, "PATHS", {"op": (narrow, general)})
-    assert report.paths_table("paths").splitlines() == [
+    assert report.paths_table("runtime.paths").splitlines() == [
         "| op | variant | GPU | calls |",
         "|---|---|---|---|",
         "| `op` | `narrow` | a Hopper GPU | a; b |",
