@@ -287,9 +287,6 @@ flash_attention, _call_flash_attention = register_op(
     fake=_fake,
     backward=_backward,
     non_differentiable=("timestamps", "request_time", "row_dropout", "dropout"),
-    axes=dict.fromkeys(
-        ("q", "k", "v", "q_offsets", "kv_offsets", "bias", "timestamps", "request_time", "out"),
-        0,
-    )
+    axes=dict.fromkeys(("position_bias", "age_bias", "relative_bias", "row_dropout", "dropout"), -1)
     | {"stats": 1},
 )

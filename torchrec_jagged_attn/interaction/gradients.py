@@ -38,7 +38,6 @@ from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.runtime.registration import (
     register_op,
     register_op_without_grad,
-    replayed_without_grad,
 )
 
 __all__ = [
@@ -226,12 +225,12 @@ def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
 
 
-pair_offsets = register_op_without_grad(
+pair_offsets, call_pair_offsets = register_op_without_grad(
     "jagged_pair_offsets",
     forward=_offsets_forward,
     fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
+    check=_check_offsets,
 )
-call_pair_offsets = replayed_without_grad(pair_offsets, check=_check_offsets)
 
 
 def _check_pairs(

@@ -20,11 +20,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torchrec_jagged_attn.runtime.calls import ReplayedOp
 from torchrec_jagged_attn.runtime.flops import count_flops
 
-__all__ = [
-    "register_op",
-    "register_op_without_grad",
-    "replayed_without_grad",
-]
+__all__ = ["register_op", "register_op_without_grad"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -36,8 +32,6 @@ DEVICES = ("CPU", "CUDA")
 
 # Kept alive as long as their op; dropped where a reload registers the op again.
 _libraries: dict[str, torch.library.Library] = {}
-# What runs on a device, of each op.
-_runs: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 
 
 def register_op(
@@ -55,7 +49,7 @@ def register_op(
     passes_gradient: bool = False,
     num_differentiable: int = 1,
     lengths: tuple[str, ...] = (),
-    check: Callable[..., object] | None = None,
+    check: Callable[..., object] = lambda *_: None,
     flops: Callable[[Arguments, Arguments | None], int] | None = None,
 ) -> tuple[torch._ops.OpOverload, ReplayedOp]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
@@ -77,8 +71,8 @@ def register_op(
             one, and ``needs`` has a bool for each argument: whether its gradient is needed.
         non_differentiable: names of tensors among the arguments that may be floating-point, and of
             which the output is piecewise constant: they have no gradient, even if they require one.
-        axes: of arguments and outputs, along which axis their length differs from call to call; by
-            default along the first one of all.
+        axes: of arguments and outputs, along which axis their length differs from call to call; -1
+            for none. By default along the first one.
         unsaved: names of arguments and outputs that ``backward`` does not read, and gets ``None``
             for.
         fake_backward: ``(*grads, arguments, outputs)`` to a record of all gradients without data,
@@ -176,9 +170,8 @@ def register_op(
 
     def node_backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_grad = ctx.needs_input_grad
-        grads: list[Tensor | None] = [None] * len(needs_grad)
         if grads_out[0] is None:
-            return tuple(grads)
+            return (None,) * len(needs_grad)
         # Transforms always request a graph: there the op of backward refuses its own gradient.
         if torch.is_grad_enabled() and not ctx.is_transformed:
             raise NotImplementedError(f"{name} has no second derivative, got create_graph=True")
@@ -186,14 +179,9 @@ def register_op(
         inputs, outputs = tensors[:num_tensors], tensors[num_tensors:]
         given = (needs_grad, *inputs, *ctx.constants, *outputs)
         arguments = (*grads_out[:num_differentiable], *given)
-        if torch.compiler.is_compiling() or ctx.is_transformed:
-            needed = passed(backward_op)(*arguments)
-        else:
-            needed = passed(call_backward)(*arguments)
-        needed_at = (at for at, need in enumerate(needs_grad) if need)
-        for at, grad in zip(needed_at, needed, strict=True):
-            grads[at] = grad
-        return tuple(grads)
+        in_graph = torch.compiler.is_compiling() or ctx.is_transformed
+        grads = iter(passed(backward_op if in_graph else call_backward)(*arguments))
+        return tuple(next(grads) if need else None for need in needs_grad)
 
     def once_forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         return tuple(_call_below_autograd(backward_op, inputs))
@@ -214,7 +202,7 @@ def register_op(
 
     floats = [x not in non_differentiable and not x.endswith("offsets") for x in tensors]
     names = (*tensors, *outputs._fields)
-    all_axes = [0 if axes is None else axes.get(x, -1) for x in names]
+    all_axes = [(axes or {}).get(x, 0) for x in names]
     return op, ReplayedOp(
         op,
         check=check,
@@ -230,37 +218,34 @@ def register_op(
 
 
 def register_op_without_grad(
-    name: str, *, forward: Callable[..., Any], fake: Callable[..., Any]
-) -> torch._ops.OpOverload:
+    name: str,
+    *,
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    lengths: tuple[str, ...] = (),
+    check: Callable[..., object] = lambda *_: None,
+) -> tuple[torch._ops.OpOverload, ReplayedOp]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, to be called where no gradient is
     taken, as in another op's backward.
 
     The schema is that of the annotated ``forward``, which runs with autocast off, and returns new
-    tensors that share no memory with any other.
+    tensors that share no memory with any other. Tensors come before all other inputs; along its
+    first axis, the length of each differs from call to call. ``lengths`` and ``check`` are those of
+    :func:`register_op`.
+
+    Returns:
+        The op, and what calls it at little cost to the host. Several outputs are a tuple.
     """
-    return _define(name, forward, fake)[0]
-
-
-def replayed_without_grad(
-    op: torch._ops.OpOverload,
-    lengths: tuple[str, ...] = (),
-    check: Callable[..., object] | None = None,
-) -> ReplayedOp:
-    """What calls an op of :func:`register_op_without_grad` at little cost to the host.
-
-    Several outputs are given as a tuple. Tensors come before all other inputs; along its first
-    axis, the length of each differs from call to call. Integers that do so, too, follow, of which
-    ``lengths`` has the names. ``check`` is that of :func:`register_op`.
-    """
+    op, run, _ = _define(name, forward, fake)
     num_tensors, num_outputs = len(_tensors(op)), len(op._schema.returns)
-    return ReplayedOp(
+    return op, ReplayedOp(
         op,
         check=check,
         differentiable=[False] * num_tensors,
         num_lengths=len(lengths),
         axes=[0] * (num_outputs + num_tensors + num_outputs),
         saved=[False] * (num_tensors + num_outputs),
-        run=_runs[op],
+        run=run,
         num_returned=num_outputs,
     )
 
@@ -366,5 +351,4 @@ def _define(
         library.impl(name, run, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    _runs[op] = run
     return op, run, library

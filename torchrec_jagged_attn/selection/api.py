@@ -30,7 +30,6 @@ from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.runtime.registration import (
     register_op,
     register_op_without_grad,
-    replayed_without_grad,
 )
 from torchrec_jagged_attn.selection import cpu as reference
 from torchrec_jagged_attn.selection.arguments import ScoredRows
@@ -279,10 +278,12 @@ def _select_rows_fake(
     return rows, places, torch.empty_like(offsets)
 
 
-selected_rows = register_op_without_grad(
-    "selected_rows", forward=_select_rows, fake=_select_rows_fake
+selected_rows, call_selected_rows = register_op_without_grad(
+    "selected_rows",
+    forward=_select_rows,
+    fake=_select_rows_fake,
+    lengths=("num_rows", "capacity"),
 )
-call_selected_rows = replayed_without_grad(selected_rows, lengths=("num_rows", "capacity"))
 
 
 class CopiedRows(NamedTuple):

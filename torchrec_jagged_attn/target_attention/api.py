@@ -372,13 +372,7 @@ _REGISTERED: dict[str, Any] = {
     "non_differentiable": (
         "indices", "timestamps", "request_time", "row_dropout", "dropout", "places", "ends",
     ),
-    "axes": dict.fromkeys(
-        (
-            "query", "history", "offsets", "query_offsets", "indices", "bias", "timestamps",
-            "request_time", "places", "ends", "out", "lse", "residual",
-        ),
-        0,
-    )
+    "axes": dict.fromkeys(("position_bias", "age_bias", "row_dropout", "dropout"), -1)
     | {"stats": 1},
 }  # fmt: skip
 _, call_target_attention = register_op(

@@ -481,23 +481,8 @@ multi_head_target_attention, call_multi_head_target_attention = register_op(
     non_differentiable=("indices", "timestamps", "request_time", "row_dropout", "dropout"),
     axes=dict.fromkeys(
         (
-            "target",
-            "history",
-            "offsets",
-            "query_offsets",
-            "indices",
-            "timestamps",
-            "request_time",
-            "prior_weights",
-            "out",
-            "q",
-            "u",
-            "pooled",
-            "residual",
-            "values",
-            "filled",
-        ),
-        0,
-    )
-    | {"stats": 1},
-)
+            "q_weight", "k_weight", "v_weight", "in_bias", "out_weight", "out_bias",
+            "position_bias", "age_bias", "row_dropout", "dropout",
+        ), -1,
+    ) | {"stats": 1},
+)  # fmt: skip
