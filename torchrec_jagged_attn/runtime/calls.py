@@ -7,6 +7,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ is_capturing = torch.cuda.is_current_stream_capturing if DEVICES else lambda: Fa
 _building, _recording = threading.Lock(), threading.Lock()
 
 
+@dataclass(eq=False)
 class ReplayedOp:
     """Calls an op, by a program of its own if there is one; gives its first outputs.
 
@@ -62,26 +64,21 @@ class ReplayedOp:
             with a gradient they have one, and no other has.
     """
 
-    def __init__(
-        self,
-        op: torch._ops.OpOverload,
-        *,
-        check: Callable[..., object] | None = None,
-        differentiable: Sequence[bool],
-        num_lengths: int = 0,
-        axes: Sequence[int],
-        saved: Sequence[bool],
-        run: Callable[..., Tensor | Sequence[Tensor]],
-        run_backward: Callable[..., Sequence[Tensor]] | None = None,
-        call_backward: Callable[..., Sequence[Tensor]] | None = None,
-        num_returned: int = 1,
-    ) -> None:
-        self.op, self.num_tensors, self.num_lengths = op, len(differentiable), num_lengths
-        self.check = check or (lambda *_: None)
-        self.differentiable, self.axes, self.saved = list(differentiable), list(axes), list(saved)
-        self.run, self.run_backward, self.call_backward = run, run_backward, call_backward
-        self.num_returned = num_returned
-        self.replay: Callable[..., Any] | None = None
+    op: torch._ops.OpOverload
+    _: KW_ONLY
+    check: Callable[..., object] = lambda *_: None
+    differentiable: list[bool]
+    num_lengths: int = 0
+    axes: list[int]
+    saved: list[bool]
+    run: Callable[..., Tensor | Sequence[Tensor]]
+    run_backward: Callable[..., Sequence[Tensor]] | None = None
+    call_backward: Callable[..., Sequence[Tensor]] | None = None
+    num_returned: int = 1
+    replay: Callable[..., Any] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tensors = len(self.differentiable)
 
     def __call__(self, *arguments: Any) -> Any:
         if ENABLED and not torch.compiler.is_compiling() and self._may_replay(arguments[0]):

@@ -57,7 +57,10 @@ def record(
                 for number, (tensor, axis) in enumerate(zip(tensors, axes, strict=True))
             ]
             recorder.num_inputs = recorder.num_memories = len(traced)
-            numbers = [recorder.length(at, length) for at, length in enumerate(lengths)]
+            numbers = [
+                Length(recorder, recorder.index_of(("length", at, 0)), length)
+                for at, length in enumerate(lengths)
+            ]
             Launcher.observer = recorder.launch
             try:
                 outputs = function(*traced, *numbers)
@@ -72,6 +75,18 @@ def record(
 
 
 Expression = tuple[str, int, int]  # see Recorder; replay.cpp has the names of operations
+
+
+def _operators(operation: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """Of a :class:`Length` and another number, and the other way round."""
+
+    def combine(x: Length, other: Any) -> Any:
+        return x.recorder.combine(operation, x, other)
+
+    def reflected(x: Length, other: Any) -> Any:
+        return x.recorder.combine(operation, other, x)
+
+    return combine, reflected
 
 
 class Length:
@@ -91,32 +106,11 @@ class Length:
     def __bool__(self) -> bool:
         return self != 0
 
-    def __add__(self, other: Any) -> Any:
-        return self.recorder.combine("add", self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return self.recorder.combine("add", other, self)
-
-    def __sub__(self, other: Any) -> Any:
-        return self.recorder.combine("subtract", self, other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self.recorder.combine("subtract", other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return self.recorder.combine("multiply", self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self.recorder.combine("multiply", other, self)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return self.recorder.combine("floor_divide", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self.recorder.combine("floor_divide", other, self)
-
-    def __mod__(self, other: Any) -> Any:
-        return self.recorder.combine("modulo", self, other)
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("subtract")
+    __mul__, __rmul__ = _operators("multiply")
+    __floordiv__, __rfloordiv__ = _operators("floor_divide")
+    __mod__, __rmod__ = _operators("modulo")
 
     def __rlshift__(self, other: int) -> int:
         return other << self.__index__()
@@ -256,10 +250,6 @@ class Recorder:
         """The ``"size"`` or the ``"stride"`` of an input along an axis, one of its ``numbers``."""
         return Length(self, self.index_of((kind, number, axis)), numbers[axis])
 
-    def length(self, number: int, value: int) -> Length:
-        """One that is an argument itself."""
-        return Length(self, self.index_of(("length", number, 0)), value)
-
     def input(self, number: int, tensor: Tensor, axis: int) -> Traced:
         """An argument by its number; its length along ``axis``, if that is not -1, is a Length."""
         sizes: list[Any] = list(tensor.shape)
@@ -369,9 +359,7 @@ class Recorder:
 
         if meta["fp4_padded"]:
             raise UnrecordableError("a descriptor of this kind")
-        base: Any = x.base
-        if not isinstance(base, Traced):
-            raise UnrecordableError("a descriptor of what was made of nothing")
+        base = _traced(x.base)
         sizes, strides = ([self.index(n) for n in numbers] for numbers in (x.shape, x.strides))
         box = (
             TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["swizzle"], x.padding == "nan",
@@ -385,7 +373,7 @@ class Recorder:
     def _call_of_interpreter(
         self, launcher: Launcher, indices: list[int], arguments: tuple, constants: dict
     ) -> tuple[str, tuple]:
-        flat: list[tuple[int, Any]] = []
+        flat: list[Any] = []
 
         def flatten(argument: Any) -> Callable[[list], Any]:
             if isinstance(argument, tuple):
@@ -395,15 +383,10 @@ class Recorder:
             if isinstance(argument, TensorDescriptor):
                 made = _rebuild(argument, flatten)
                 return lambda values: _rebuild(made, lambda field: field(values))
-            at = len(flat)
-            if isinstance(argument, Traced):
-                flat.append((0, self._view(argument)))
-            elif isinstance(argument, Length):
-                flat.append((1, argument.index))
-            elif isinstance(argument, Tensor):
-                raise UnrecordableError("a tensor that was made of nothing")
-            else:
-                flat.append((2, argument))
+            if not isinstance(argument, (Tensor, Length)):
+                return lambda _: argument
+            is_length, at = isinstance(argument, Length), len(flat)
+            flat.append(argument.index if is_length else self._view(_traced(argument)))
             return lambda values: values[at]
 
         rebuild = [flatten(argument) for argument in arguments]
@@ -430,7 +413,7 @@ class Recorder:
         return program
 
 
-def _traced(x: Tensor) -> Traced:
+def _traced(x: Any) -> Traced:
     if not isinstance(x, Traced):
         raise UnrecordableError("a tensor that was made of nothing")
     return x

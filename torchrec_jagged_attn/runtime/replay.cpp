@@ -165,7 +165,7 @@ struct Launch {
 struct CallPython {  // a kernel in Triton's interpreter
   py::object function;
   std::vector<int64_t> grid;
-  std::vector<std::variant<View, int64_t, py::object>> arguments;
+  std::vector<std::variant<View, int64_t>> arguments;
 };
 
 struct Inputs {
@@ -356,10 +356,8 @@ void call_python(const CallPython& step, const std::vector<Tensor>& memories, co
   for (const auto& argument : step.arguments) {
     if (const auto* of = std::get_if<View>(&argument))
       arguments.append(py::cast(view(*of, memories, values)));
-    else if (const auto* index = std::get_if<int64_t>(&argument))
-      arguments.append(py::int_(values[*index]));
     else
-      arguments.append(std::get<py::object>(argument));
+      arguments.append(py::int_(values[std::get<int64_t>(argument)]));
   }
   py::tuple grid(step.grid.size());
   for (size_t i = 0; i < step.grid.size(); ++i) grid[i] = py::int_(values[step.grid[i]]);
@@ -441,6 +439,24 @@ struct HashNumbers {
   }
 };
 
+// Of keys of which some never come again, as where a float or a stride changes from call to call:
+// after the first ones, a key is kept that comes a second time.
+class Seen {
+ public:
+  explicit Seen(size_t most) : most_(most) {}
+
+  bool came_before(const Numbers& key) {
+    if (keys_.erase(key)) return true;
+    if (keys_.size() == most_) keys_.clear();
+    keys_.insert(key);
+    return false;
+  }
+
+ private:
+  size_t most_;
+  std::unordered_set<Numbers, HashNumbers> keys_;
+};
+
 // All of a tensor but its length along ``axis``, if it is not -1, and the strides before it.
 void describe(const Tensor& tensor, int64_t axis, Numbers& kind) {
   if (!tensor.defined()) {
@@ -459,8 +475,6 @@ void describe(const Tensor& tensor, int64_t axis, Numbers& kind) {
 
 constexpr size_t MOST_PROGRAMS = 32;  // of a kind, which differ by their guards; more go to the op
 constexpr size_t MOST_KINDS = 4096;  // of an op; then all are forgotten, and recorded anew
-// Strides may be lengths, as of a transpose: such kinds never come again. After the first ones, a
-// kind is recorded that comes a second time.
 constexpr size_t KINDS_KEPT_AT_ONCE = 256;
 
 class Programs {
@@ -472,7 +486,7 @@ class Programs {
     const auto found = programs_.find(kind);
     is_hopeless = false;
     if (found == programs_.end()) {
-      is_hopeless = programs_.size() >= KINDS_KEPT_AT_ONCE && !came_before(kind);
+      is_hopeless = programs_.size() >= KINDS_KEPT_AT_ONCE && !seen_.came_before(kind);
       return nullptr;
     }
     for (const auto& program : found->second) {
@@ -497,16 +511,9 @@ class Programs {
   }
 
  private:
-  bool came_before(const Numbers& kind) {
-    if (once_.erase(kind)) return true;
-    if (once_.size() == MOST_KINDS) once_.clear();
-    once_.insert(kind);
-    return false;
-  }
-
   std::mutex mutex_;
   std::unordered_map<Numbers, std::vector<std::shared_ptr<const Program>>, HashNumbers> programs_;
-  std::unordered_set<Numbers, HashNumbers> once_;  // kinds that came, and are not recorded
+  Seen seen_{MOST_KINDS};  // that are not recorded
 };
 
 // --- Calls
@@ -556,8 +563,7 @@ struct Constants {
   int64_t number;
 };
 
-// Of an op. Where a float changes from call to call, its sets never come again: after the first
-// ones, a set is kept that comes a second time; and calls go to the op with what is not kept.
+// Of an op. Calls go to the op with what is not kept.
 constexpr size_t MOST_CONSTANTS = 1024, CONSTANTS_KEPT_AT_ONCE = 64;
 
 // Add the value of a constant to a key: of floats their bits, which tell zeros apart. False unless
@@ -736,7 +742,7 @@ struct Call {
   // Both are never freed: nodes of autograd point to them, and may outlive this.
   Op* op;
   std::unordered_map<Numbers, Constants*, HashNumbers> kept;
-  std::unordered_set<Numbers, HashNumbers> once;  // sets that came, and are not kept
+  Seen seen{MOST_CONSTANTS};  // that are not kept
 
   // The op's first output, or several; None where the call is not replayed.
   py::object operator()(PyObject* const* arguments, size_t count) {
@@ -790,11 +796,7 @@ struct Call {
       if (!add_constant(arguments[i], op->types[i], key)) return nullptr;
     if (const auto found = kept.find(key); found != kept.end()) return found->second;
     if (kept.size() == MOST_CONSTANTS) return nullptr;
-    if (kept.size() >= CONSTANTS_KEPT_AT_ONCE && once.erase(key) == 0) {
-      if (once.size() == MOST_CONSTANTS) once.clear();
-      once.insert(std::move(key));
-      return nullptr;
-    }
+    if (kept.size() >= CONSTANTS_KEPT_AT_ONCE && !seen.came_before(key)) return nullptr;
     py::tuple objects(count - first);
     for (size_t i = 0; i < objects.size(); ++i) {
       auto object = py::reinterpret_borrow<py::object>(arguments[first + i]);
@@ -893,12 +895,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
               const py::list& arguments) {
              CallPython step{function, grid, {}};
              for (const py::handle& argument : arguments) {
-               const auto tagged = argument.cast<py::tuple>();
-               switch (tagged[0].cast<int>()) {
-                 case 0: step.arguments.emplace_back(view_of(tagged[1].cast<py::tuple>())); break;
-                 case 1: step.arguments.emplace_back(tagged[1].cast<int64_t>()); break;
-                 default: step.arguments.emplace_back(py::object(tagged[1]));
-               }
+               if (py::isinstance<py::tuple>(argument))
+                 step.arguments.emplace_back(view_of(argument.cast<py::tuple>()));
+               else
+                 step.arguments.emplace_back(argument.cast<int64_t>());
              }
              self.steps.emplace_back(std::move(step));
            })
@@ -910,23 +910,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           self.outputs.emplace_back(view_of(output.cast<py::tuple>()));
       });
   m.def("replay_of",
-        [](const std::string& name, size_t num_lengths, std::vector<bool> differentiable,
-           std::vector<bool> saved, Numbers axes, size_t num_returned, py::object record_forward,
-           py::object record_backward, py::object run_backward) {
-          auto* const op = new Op();
-          op->name = name;
-          op->num_tensors = differentiable.size();
-          op->num_lengths = num_lengths;
+        [](const std::string& name, size_t num_lengths, const std::vector<bool>& differentiable,
+           const std::vector<bool>& saved, const Numbers& axes, size_t num_returned,
+           const py::object& record_forward, const py::object& record_backward,
+           const py::object& run_backward) {
+          std::vector<c10::TypeKind> types;
           const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
           for (const auto& argument : handle.schema().arguments())
-            op->types.push_back(argument.real_type()->kind());
-          op->differentiable = std::move(differentiable);
-          op->saved = std::move(saved);
-          op->axes = std::move(axes);
-          op->num_returned = num_returned;
-          op->record_forward = std::move(record_forward);
-          op->record_backward = std::move(record_backward);
-          op->run_backward = std::move(run_backward);
-          return as_function(new Call{op, {}, {}});
+            types.push_back(argument.real_type()->kind());
+          const size_t num_tensors = differentiable.size();
+          auto* const op = new Op{name, num_tensors, num_lengths, types, differentiable, saved, axes,
+                                  num_returned, record_forward, record_backward, run_backward};
+          return as_function(new Call{op});
         });
 }
