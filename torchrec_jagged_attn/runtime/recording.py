@@ -123,27 +123,21 @@ class Length:
         return 0 - self
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Number):
-            return self.recorder.decide("equal", self, other)
-        return self.__index__() == other
+        return isinstance(other, Number) and self.recorder.decide("equal", self, other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __lt__(self, other: Any) -> bool:
-        if isinstance(other, Number):
-            return self.recorder.decide("less", self, other)
-        return self.__index__() < other
+    def __lt__(self, other: Number) -> bool:
+        return self.recorder.decide("less", self, other)
 
-    def __gt__(self, other: Any) -> bool:
-        if isinstance(other, Number):
-            return self.recorder.decide("less", other, self)
-        return self.__index__() > other
+    def __gt__(self, other: Number) -> bool:
+        return self.recorder.decide("less", other, self)
 
-    def __le__(self, other: Any) -> bool:
+    def __le__(self, other: Number) -> bool:
         return not self > other
 
-    def __ge__(self, other: Any) -> bool:
+    def __ge__(self, other: Number) -> bool:
         return not self < other
 
 
@@ -213,15 +207,14 @@ class Recorder:
         return value.index if isinstance(value, Length) else self.index_of(("constant", value, 0))
 
     def combine(self, operation: str, a: Any, b: Any) -> Any:
-        """``a`` and ``b`` combined; with a float, for their values alone."""
-        plain = _OPERATORS[operation]
+        """``a`` and ``b`` combined, which are integers."""
         if not (isinstance(a, Number) and isinstance(b, Number)):
-            return plain(*(x.__index__() if isinstance(x, Length) else x for x in (a, b)))
+            raise UnrecordableError(f"{operation} of {a!r} and {b!r}")
         if operation == "multiply":
             for one, other in ((a, b), (b, a)):
                 if not isinstance(one, Length) and one == 1:
                     return other
-        value = plain(_value(a), _value(b))
+        value = _OPERATORS[operation](_value(a), _value(b))
         return Length(self, self.index_of((operation, self.index(a), self.index(b))), value)
 
     def decide(self, operation: str, a: Number, b: Number) -> bool:
@@ -674,19 +667,17 @@ def _linear(x: Traced, weight: Traced, bias: Traced | None = None) -> Traced:
     return x.recorder.operator(torch.ops.aten.linear.default, (x, weight, bias), sizes)
 
 
-def _copy_into(x: Traced, source: Traced) -> Traced:
-    x.recorder.operator(torch.ops.aten.copy_.default, (x, source), x.sizes)
-    return x
+def _in_place(op: torch._ops.OpOverload) -> Callable[..., Traced]:
+    def run(x: Traced, *others: Traced) -> Traced:
+        x.recorder.operator(op, (x, *others), x.sizes)
+        return x
 
-
-def _add_product(x: Traced, a: Traced, b: Traced) -> Traced:
-    x.recorder.operator(torch.ops.aten.addmm_.default, (x, a, b, 1, 1), x.sizes)
-    return x
+    return run
 
 
 def _plus_product(x: Traced, a: Traced, b: Traced) -> Traced:
-    arguments = (_same_sizes(x), a, b, 1)
-    return x.recorder.operator(torch.ops.aten.addcmul.default, arguments, x.sizes)
+    op = torch.ops.aten.addcmul.default
+    return x.recorder.operator(op, (_same_sizes(x), a, b), x.sizes)
 
 
 class _Address:
@@ -769,8 +760,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.matmul: _matmul,
     F.linear: _linear,
     torch.addcmul: _plus_product,
-    Tensor.copy_: _copy_into,
-    Tensor.addmm_: _add_product,
+    Tensor.copy_: _in_place(torch.ops.aten.copy_.default),
+    Tensor.addmm_: _in_place(torch.ops.aten.addmm_.default),
     Tensor.clone: _clone,
     Tensor.mT.__get__: _transpose,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.data_ptr: _Address,
