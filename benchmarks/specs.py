@@ -8,7 +8,7 @@ samples of a step of its case, and ``{gpu}``, what that was measured on, where o
 measured on something else.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from end_to_end_cases import GPUS, SHARDINGS, step_case
 from suites._cases import TRAINING_CASES
@@ -19,22 +19,22 @@ class Table:
     """A table.
 
     Args:
-        results: the files that it is made from, without ``.csv``.
         heads: of the columns that label a row, ``|`` between them.
         rows: from a label to the case, or to what stands in place of ``*``.
         columns: a line for each; see above.
         ours: the provider that ratios are to.
         mode: of figures that name none.
         names: of providers, in words.
+        results: the files that it is made from, without ``.csv``; by default the one of its name.
     """
 
-    results: tuple[str, ...]
     heads: str
     rows: dict[str, str]
     columns: str
     ours: str = "ours"
     mode: str = "both"
     names: dict[str, str] = field(default_factory=dict)
+    results: tuple[str, ...] = ()
 
 
 STEP_PROVIDERS = {
@@ -140,12 +140,13 @@ def by_gpus(form: str) -> Table:
         for case in [step_case(mean, gpus, sharding)]
     }
     columns = lines(*(f"{words} = {form}".replace("*", x) for x, words in STEP_PROVIDERS.items()))
-    return Table(("end_to_end_gpus",), "events | GPUs | item table", rows, columns, mode="step")
+    return Table(
+        "events | GPUs | item table", rows, columns, mode="step", results=("end_to_end_gpus",)
+    )
 
 
 OP_TABLES = {
     "target_attention_summary": Table(
-        ("target_attention",),
         SHAPE,
         shapes(
             [x for x in RANKING if not x.endswith("fp32") and x != "rank-8k-16-targets"],
@@ -154,9 +155,9 @@ OP_TABLES = {
         """ours = **{ours} ms, {ours peak_memory} MiB**
         FlashAttention-2 = {linear+torch-varlen} ms, {linear+torch-varlen peak_memory} MiB
         padded = {linear+padded-sdpa} ms, {linear+padded-sdpa peak_memory} MiB""",
+        results=("target_attention",),
     ),
     "serving_load": Table(
-        ("serving_load",),
         "requests/s",
         {f"{rate:,}": f"{rate}/s" for rate in (100, 400, 800, 2000)},
         """as trained = {as trained p50} / {as trained p99}; {as trained served}
@@ -164,7 +165,6 @@ OP_TABLES = {
         mode="forward",
     ),
     "target_attention_kernel": Table(
-        ("target_attention_kernel",),
         f"{SHAPE} | dtype",
         shapes([*RANKING[:5], "rank-1k-fp32", "rank-200-fp32"]),
         """forward, of the roofline = {ours-kernel forward µs}, {ours-kernel forward floor}
@@ -173,7 +173,6 @@ OP_TABLES = {
         ours="ours-kernel",
     ),
     "target_attention_rows": Table(
-        ("target_attention_rows",),
         f"{SHAPE} | dtype | indices of a row",
         {
             f"{label} | {places}": f"{name}-x{places}"
@@ -188,7 +187,6 @@ OP_TABLES = {
         ours="ours-by-index",
     ),
     "target_attention": Table(
-        ("target_attention",),
         f"{SHAPE} | dtype",
         shapes(RANKING),
         """ours, ms = {ours}
@@ -199,7 +197,6 @@ OP_TABLES = {
         names=PEERS,
     ),
     "target_attention_scores": Table(
-        ("target_attention_scores",),
         f"{SHAPE} | dtype",
         shapes(RANKING),
         """softmax, µs = {ours µs forward/both @*-softmax}
@@ -211,7 +208,6 @@ OP_TABLES = {
         sigmoid, padded, to ours = {padded × forward/both @*-sigmoid}""",
     ),
     "semantic_ids": Table(
-        ("semantic_ids",),
         f"{SHAPE} | dtype",
         {
             "10,000 × 1, 1, 128; 512 each | bf16": "full-512",
@@ -225,7 +221,6 @@ OP_TABLES = {
         ours="ours-codes",
     ),
     "select_events": Table(
-        ("select_events",),
         "users, width; rows; kept",
         {
             "4,096, 128; log-normal up to 1,600; 64, by score": "events-200",
@@ -239,16 +234,15 @@ OP_TABLES = {
         one sort, to ours = {sorted × forward/both}""",
     ),
     "crossover": Table(
-        ("targets", "targets_fp32"),
         "targets",
         {n: n for n in ["4", "8", "12", "16", "24", "32", "48", "64", "128"]},
         """bf16, absorbed = {ours-absorbed µs @targets-*}
         bf16, materialized = {ours-materialized µs @targets-*}
         fp32, absorbed = {ours-absorbed µs @targets-fp32-*}
         fp32, materialized = {ours-materialized µs @targets-fp32-*}""",
+        results=("targets", "targets_fp32"),
     ),
     "serving": Table(
-        ("serving",),
         "users × candidates, longest",
         {
             f"{users} × {targets:,}, {length:,}": f"u{users}-t{targets}-l{length}-d128"
@@ -265,7 +259,6 @@ OP_TABLES = {
         mode="forward",
     ),
     "requests": Table(
-        ("requests",),
         "requests × candidates",
         {f"{8192 // n:,} × {n:,}": f"requests-{n}" for n in (1, 4, 16, 64, 256, 1024, 2048)},
         """ours, µs = {ours µs forward/both}
@@ -276,7 +269,6 @@ OP_TABLES = {
         MiB, copies = {linear+expanded-flash-attention-3 peak_memory forward/both}""",
     ),
     "ikbo": Table(
-        ("ikbo",),
         "query rows of a candidate | longest | lengths",
         {
             f"{rows} | {length:,} | {lengths}": f"{family}-{length}{end}"
@@ -293,7 +285,6 @@ OP_TABLES = {
         mode="forward",
     ),
     "self_attention": Table(
-        ("self_attention",),
         "lengths | B × H × D",
         {
             "uniform 1…32 | 8192 × 4 × 64": "self-32",
@@ -311,7 +302,6 @@ OP_TABLES = {
         to FBGEMM `sll_multi_head` = {fbgemm-sll × forward/both}""",
     ),
     "self_attention_recency": Table(
-        ("self_attention_recency",),
         "lengths | B × H × D",
         {
             "uniform 1…256 | 512 × 4 × 64": "self-256",
@@ -323,7 +313,6 @@ OP_TABLES = {
         padded PyTorch = {padded forward/both}""",
     ),
     "figure2": Table(
-        ("figure2",),
         "longest",
         {str(n): f"length-{n}" for n in (64, 128, 256, 512, 1024, 2048, 4096)}
         | {f"skewed, {n}": f"skewed-{n}" for n in (64, 256, 1024, 4096)},
@@ -335,7 +324,6 @@ OP_TABLES = {
         less memory than dense flash = {dense-flash memory saved forward/both}""",
     ),
     "host": Table(
-        ("host",),
         "64 samples of up to 50 rows",
         {
             "`JaggedTargetAttention`": "target_attention-host",
@@ -355,7 +343,6 @@ OP_TABLES = {
         ),
     ),
     "self_attention_window": Table(
-        ("self_attention_window",),
         "512 histories of up to 1,023 rows, causal, 4 heads of 64, bf16",
         {
             "all rows": "1k-window-all",
@@ -367,7 +354,6 @@ OP_TABLES = {
         forward and backward, µs = {ours both µs}""",
     ),
     "table1": Table(
-        ("table1", "paper"),
         "op",
         ops("paper"),
         """forward, µs = {ours forward µs}
@@ -377,9 +363,9 @@ OP_TABLES = {
         both, µs = {ours both µs}
         both, to padded = {padded both ×}
         both, to FBGEMM = {fbgemm both ×}""",
+        results=("table1", "paper"),
     ),
     "table1_bf16": Table(
-        ("table1",),
         "op",
         {f"`{op}`": op for op in OPS},
         """1,024 samples: forward, µs = {ours forward µs @*-bf16}
@@ -392,27 +378,26 @@ OP_TABLES = {
         to FBGEMM = {fbgemm forward × @*-large}
         both, of the roofline = {ours both floor @*-large}
         to FBGEMM = {fbgemm both × @*-large}""",
+        results=("table1",),
     ),
 }
 MODEL_TABLES = {
     "end_to_end": Table(
-        ("end_to_end",),
         "pooling",
         OF_STEPS,
         steps("{* time @} ({* gpu_busy @}), {* peak_memory @}"),
         mode="step",
     ),
     "end_to_end_requests": Table(
-        ("end_to_end",),
         "pooling",
         OF_STEPS,
         steps("{* time @} ms", "-candidates-32-features-13"),
         mode="step",
+        results=("end_to_end",),
     ),
     "end_to_end_gpus": by_gpus("{* time} ({* gpu_busy}), {* throughput}"),
     "end_to_end_sent": by_gpus("{* sent}, {* sent_by_length}, {* sent_rows}"),
     "end_to_end_ways": Table(
-        ("end_to_end_ways",),
         "on two GPUs",
         {
             "200 events": "mean-200-2-gpus-row_wise",
@@ -431,7 +416,6 @@ MODEL_TABLES = {
         mode="step",
     ),
     "end_to_end_large": Table(
-        ("end_to_end_large",),
         "GPUs",
         {"1": "mean-1000-batch-8192", "2": "mean-1000-2-gpus-row_wise-batch-8192"},
         lines(
@@ -443,7 +427,6 @@ MODEL_TABLES = {
         mode="step",
     ),
     "end_to_end_selection": Table(
-        ("end_to_end_selection",),
         "events",
         {"all": "ours", "the newer half": "ours-newer-half"},
         steps(
@@ -453,7 +436,6 @@ MODEL_TABLES = {
         mode="step",
     ),
     "end_to_end_quality": Table(
-        ("end_to_end_quality",),
         "pooling",
         OF_STEPS,
         lines(
@@ -466,7 +448,6 @@ MODEL_TABLES = {
         mode="test",
     ),
     "quality": Table(
-        ("quality",),
         "pooling",
         {label: name for name, label in POOLINGS.items()},
         lines(
@@ -479,7 +460,6 @@ MODEL_TABLES = {
         mode="test",
     ),
     "event_selection": Table(
-        ("event_selection",),
         "events | budget",
         {
             f"{words} | {part}": f"{way}-{budget}"
@@ -503,4 +483,7 @@ MODEL_TABLES = {
         mode="test",
     ),
 }
-TABLES = MODEL_TABLES | OP_TABLES
+TABLES = {
+    name: replace(table, results=table.results or (name,))
+    for name, table in (MODEL_TABLES | OP_TABLES).items()
+}

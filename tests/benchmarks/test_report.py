@@ -106,7 +106,7 @@ def test_every_file_has_a_table():
 
 def test_notes_and_the_place_of_a_run_stand_below(tmp_path):
     write(tmp_path / "run.csv", ("ours", "time", "2", "ms", "of old kernels"))
-    table = Table(("run",), "case", {"first": "c"}, "ours, ms = {ours time}")
+    table = Table("case", {"first": "c"}, "ours, ms = {ours time}", results=("run",))
     assert report.figures_table(table, tmp_path).splitlines() == [
         "| case | ours, ms |",
         "|---|---|",
