@@ -23,6 +23,7 @@ import gc
 import importlib
 import pkgutil
 import sys
+import textwrap
 import timeit
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -31,7 +32,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from rich.columns import Columns
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -382,24 +382,15 @@ def num_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def print_suites(chosen: list[Suite], console: Console) -> None:
-    """A line for each suite: what it measures, and how many cases it has."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for justify in ("left", "left", "right"):
-        table.add_column(justify=justify)
-    for suite in chosen:
-        table.add_row(suite.name, suite.measures, str(len(suite.cases)))
-    console.print(table)
-    console.print("At the right, how many cases; --list SUITE prints these; --help the options")
-
-
-def print_names(suite: Suite, console: Console) -> None:
-    """Everything that ``--cases``, ``--providers`` and ``--modes`` may name."""
-    console.print(f"{suite.name}: {suite.measures}")
-    for what in ("cases", "providers", "modes"):
-        names = list(getattr(suite, what))
-        console.print(f"\n{what}:")
-        console.print(Columns(names, column_first=True))
+def print_names(suites: list[Suite], *, all_names: bool) -> None:
+    """What each suite measures, and how many cases it has; or all that options may name."""
+    for suite in suites:
+        print(f"{suite.name:24} {suite.measures:49} {len(suite.cases):4}")
+        for what in ("cases", "providers", "modes") if all_names else ():
+            names = textwrap.wrap(" ".join(getattr(suite, what)), 80, break_on_hyphens=False)
+            print(f"\n{what}:", *names, sep="\n")
+    if not all_names:
+        print("At the right, how many cases; --list SUITE prints these; --help the options")
 
 
 def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace:
@@ -453,11 +444,7 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     chosen = [known[name] for name in args.suites]
     if args.list:
-        if args.overview:
-            print_suites(chosen, console)
-        else:
-            for suite in chosen:
-                print_names(suite, console)
+        print_names(chosen, all_names=not args.overview)
         return 0
 
     torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
