@@ -32,8 +32,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -323,43 +321,27 @@ def run_case(
     return reasons
 
 
-def make_table(rows: list[dict]) -> Table:
+def make_table(rows: list[dict]) -> str:
     """One line per mode and provider of a case: figures, ratio to the best peer, part of the floor.
 
     A ratio over 1 is faster than the best peer; the best peer's own is 1.
     """
-    figures = {(r["mode"], r["provider"], r["metric"]): r["median"] for r in rows}
-    heads = {
-        "time": ("eager ms", "× peer", "of floor"),
-        "graph_time": ("graph ms", "× peer", "of floor"),
-        "host_time": ("host ms", "× peer"),  # the floor is the GPU's
-        "host_time_one_thread": ("one thread ms", "× peer"),
-    }
-    metrics = [m for m in heads if any(metric == m for _, _, metric in figures)]
-    table = Table("mode", "provider", box=None, pad_edge=False)
-    for column in [head for m in metrics for head in heads[m]] + ["MiB"]:
-        table.add_column(column, justify="right")
-    modes = list(dict.fromkeys(r["mode"] for r in rows))
-    lines = dict.fromkeys((r["mode"], r["provider"]) for r in rows)
-    for mode, provider in sorted(lines, key=lambda line: modes.index(line[0])):
-        cells = []
-        for metric in metrics:
-            peers = [
-                its
-                for (its_mode, name, its_metric), its in figures.items()
-                if (its_mode, its_metric) == (mode, metric)
-                and not name.startswith(("ours", "floor"))
-            ]
-            figure = figures.get((mode, provider, metric))
-            own = ["–"] * len(heads[metric])
-            if figure is not None:
-                ratio = f"{min(peers) / figure:.2f}" if peers and provider != "floor" else "–"
-                of_floor = f"{figures[mode, 'floor', 'time'] / figure:.0%}"
-                own = [f"{figure:.4g}", ratio, of_floor][: len(own)]
-            cells += own
-        memory = figures.get((mode, provider, "peak_memory"))
-        table.add_row(mode, provider, *cells, "–" if memory is None else f"{memory:.0f}")
-    return table
+    frame = pd.DataFrame(rows)
+    lines = dict.fromkeys(zip(frame["mode"], frame["provider"], strict=True))
+    of = frame.pivot(index=["mode", "provider"], columns="metric", values="median")
+    of = of.loc[sorted(lines, key=lambda line: [*frame["mode"].unique()].index(line[0]))]
+    names = of.index.get_level_values("provider")
+    table = pd.DataFrame(index=of.index)
+    for metric in [name for name in METRICS if name in of and METRICS[name] == "ms"]:
+        best = of.loc[~names.str.startswith(("ours", "floor")), metric].groupby("mode").min()
+        table[metric] = of[metric]
+        table[f"{metric}, × peer"] = (1 / of[metric][names != "floor"]).mul(best, level="mode")
+        if not metric.startswith("host"):  # the floor is the GPU's
+            floors = of["time"].xs("floor", level="provider")
+            table[f"{metric}, of floor"] = (1 / of[metric]).mul(floors, level="mode")
+    if "peak_memory" in of:
+        table["MiB"] = of["peak_memory"]
+    return table.dropna(axis=1, how="all").to_string(float_format="{:.4g}".format, na_rep="–")
 
 
 def select(what: str, patterns: list[str], names: Iterable[str]) -> list[str]:
@@ -441,7 +423,6 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
     """Run the command line ``argv`` over the suites ``known``; 1 if one of ours failed."""
     known = load_suites() if known is None else known
     args = parse(known, argv)
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     chosen = [known[name] for name in args.suites]
     if args.list:
         print_names(chosen, all_names=not args.overview)
@@ -474,12 +455,10 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
         threads = num_threads(1 if args.quick else torch.get_num_threads())
         with torch.cuda.stream(stream), threads:
             bandwidth = copy_bandwidth(args.device, args.quick)
-            console.print(", ".join(f"{key} {value}" for key, value in measured.items()))
-            console.print(f"copy {bandwidth / 1e12:.3g} TB/s, reads and writes counted")
+            print(", ".join(f"{key} {value}" for key, value in measured.items()))
+            print(f"copy {bandwidth / 1e12:.3g} TB/s, reads and writes counted")
             if args.quick:
-                console.print(
-                    "quick: tiny inputs in one thread; times show that all works, no more"
-                )
+                print("quick: tiny inputs in one thread; times show that all works, no more")
             for suite in chosen:
                 for name in (name for name in args.cases if name in suite.cases):
                     case = suite.cases[name]
@@ -488,14 +467,14 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                         name, case = f"{name}-quick", shrink(case)
                     x = suite.inputs(case, args.device)
                     shape = " ".join(f"{key}={value}" for key, value in shape_of(x).items())
-                    console.print(f"\n{suite.name} {name}: {shape}")
+                    print(f"\n{suite.name} {name}: {shape}", flush=True)
                     first = len(rows)
                     reasons = run_case(suite, name, x, args, bandwidth, rows)
                     write()
-                    console.print(make_table(rows[first:]))
+                    print(make_table(rows[first:]), flush=True)
                     for reason in dict.fromkeys(reasons.values()):
                         lacking = [name for name, its in reasons.items() if its == reason]
-                        console.print(f"{', '.join(lacking)}: {reason}", markup=False)
+                        print(f"{', '.join(lacking)}: {reason}")
                         is_ours = any(name.startswith("ours") for name in lacking)
                         ours_failed |= is_ours and not reason.startswith("not run")
     finally:  # what was measured is kept, also after Ctrl-C

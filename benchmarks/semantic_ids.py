@@ -23,8 +23,6 @@ from typing import NamedTuple
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
@@ -154,10 +152,7 @@ def main() -> None:
     """Print a line for each way and budget, by bytes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lines = pd.DataFrame(compare(make_up(ROWS, WIDTH).to(device)))
-    table = Table(*lines.columns)
-    for way, size, shared, *errors in lines.sort_values("bytes", kind="stable").to_numpy():
-        table.add_row(way, f"{size:g}", f"{shared:.1f}", *(f"{x:.3%}" for x in errors))
-    Console().print(table)
+    print(lines.sort_values("bytes", kind="stable").to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from suites import Inputs, Relaid
 from suites import self_attention as base
-from suites._attention import Padding
 from suites._self_attention import PEERS, Call, dense, ours
 from suites.target_attention_recency import NUM_BUCKETS, buckets_of
 from tests.cases import Case
@@ -52,18 +51,6 @@ def attend_each(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias_HLL: Tens
         for length, *operands in zip(lengths, *qkv, strict=True)
     ]
     return torch.cat(outs)
-
-
-def attend_padded(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias_HLL: Tensor) -> Tensor:
-    """The textbook formula on padded operands."""
-    length = int(offsets.diff().max())
-    padding = Padding(offsets, q.shape[0], length)
-    q_BHLD, k_BHLD, v_BHLD = (padding.pad(rows).transpose(1, 2) for rows in (q, k, v))
-    scores = q_BHLD @ k_BHLD.mT * q.shape[2] ** -0.5 + bias_HLL[:, :length, :length]
-    steps = torch.arange(length, device=offsets.device)
-    hidden = (steps >= offsets.diff().unsqueeze(1))[:, None, None]
-    weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(q.dtype).min), -1)
-    return padding.unpad((weights @ v_BHLD).transpose(1, 2))
 
 
 def oracle(x: Inputs) -> Tensor:

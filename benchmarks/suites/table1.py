@@ -7,6 +7,7 @@ y as of x. ``report.py`` puts the paper's ratios beside ours.
 of a model that pads; ``jagged-padded-jagged`` pads and unpads in every call.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -164,17 +165,22 @@ def cases() -> dict[str, Case]:
 CASES = cases()
 
 
-def make_inputs(case: Case, device: str) -> Inputs:
-    """The operands, and the offsets of the rows of both."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
-    sizes = {
+def sizes_of(case: Case, lengths: Tensor) -> dict[str, int]:
+    """What the letters of layouts stand for."""
+    return {
         "N": int(lengths.sum()),
         "P": int((lengths**2).sum()),
         "B": case.batch_size,
         "D": case.width,
         "T": case.num_targets,
     }
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    """The operands, and the offsets of the rows of both."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
+    sizes = sizes_of(case, lengths)
     on_device = torch.Generator(device).manual_seed(0)
     leaves = {
         name: torch.randn([sizes[letter] for letter in letters], generator=on_device, device=device)
@@ -283,25 +289,15 @@ def ours(x: Inputs) -> Callable[[], Tensor]:
 
 def cost(x: Inputs) -> dict[str, Cost]:
     """Each operand read once and each result written once; of a softmax, the result is kept."""
-    jagged = Jagged(x)
-    sizes = {name: leaf.numel() for name, leaf in x.leaves.items()}
-    letter_sizes = {
-        "N": int(x.offsets[-1]),
-        "P": jagged.num_pairs,
-        "B": x.case.batch_size,
-        "D": x.case.width,
-        "T": x.case.num_targets,
-    }
-    out = 1
-    for letter in jagged.op.layout["out"]:
-        out *= letter_sizes[letter]
-    flops = jagged.op.flops(*(letter_sizes[letter] for letter in "NPDT"))
-    operands = sum(sizes.values())
+    op, sizes = op_of(x.case), sizes_of(x.case, x.offsets.diff())
+    out = math.prod(sizes[letter] for letter in op.layout["out"])
+    flops = op.flops(*(sizes[letter] for letter in "NPDT"))
+    operands = sum(leaf.numel() for leaf in x.leaves.values())
     size = x.case.dtype.itemsize
-    kept = out if "softmax" in jagged.op.ours else operands
+    kept = out if "softmax" in op.ours else operands
     return {
         "forward": Cost(size * (operands + out), flops),
-        "backward": Cost(size * (kept + out + operands), len(sizes) * flops),
+        "backward": Cost(size * (kept + out + operands), len(x.leaves) * flops),
     }
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-pytest.importorskip("rich")
+pytest.importorskip("torchmetrics")
 
 import event_selection
 from events import DataError

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-pytest.importorskip("rich")
+pytest.importorskip("torchmetrics")
 
 import quality
 import quality_models

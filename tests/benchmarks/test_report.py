@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("rich")
-
 pytest.importorskip("torchrec")
 
 import event_selection

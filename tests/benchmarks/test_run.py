@@ -12,13 +12,8 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("rich")
-
 import run
+import torch
 from suites import (
     Cost,
     UnavailableError,
@@ -32,6 +27,8 @@ from suites import (
     target_attention_kernel,
     targets,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import jagged_lengths
 from tests.oracles import flash_attention_oracle

@@ -2,13 +2,10 @@
 
 import pandas as pd
 import pytest
+import semantic_ids
 import torch
 
 from tests.runs import assert_same_run
-
-pytest.importorskip("rich")
-
-import semantic_ids
 
 
 def test_table_of_made_up_rows(monkeypatch, capsys):

@@ -3,10 +3,6 @@
 import importlib.util
 
 import pandas as pd
-import pytest
-
-pytest.importorskip("rich")
-
 import run
 from suites import table1
 
