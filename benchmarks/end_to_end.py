@@ -95,11 +95,11 @@ class Training:
     """The training of a model with one provider.
 
     Args:
-        sharding: of the item table.
+        warmup: steps with new batches that go before all else.
+        options: of :func:`make_pipeline`.
 
     Attributes:
         rows_per_sample: of its histories, in the mean.
-        peak_mib: memory of a step, without what the other trainings hold; 0 without a GPU.
         times: milliseconds of a step, of each round of the sizes that it has now.
     """
 
@@ -109,10 +109,8 @@ class Training:
         sizes: Sizes,
         device: torch.device,
         *,
-        sharding: str = SHARDINGS[0],
-        cuda_graph: bool = False,
-        fused: bool = False,
         warmup: int = WARMUP,
+        **options: Any,
     ) -> None:
         self.name, self.device = name, device
         self.on_gpu, self.provider = device.type == "cuda", PROVIDERS[name]
@@ -120,15 +118,7 @@ class Training:
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
         torch.manual_seed(0)
         model = make_model(self.provider, sizes)
-        self.pipeline = make_pipeline(
-            self.provider,
-            model,
-            sizes.batch,
-            device,
-            sharding=sharding,
-            cuda_graph=cuda_graph,
-            fused=fused,
-        )
+        self.pipeline = make_pipeline(self.provider, model, sizes.batch, device, **options)
         self.use(sizes)
         self.held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
 
@@ -372,30 +362,6 @@ def clear_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def add_sizes(parser: argparse.ArgumentParser, *, means: list[int]) -> None:
-    """Options from which :func:`sizes_of` makes the sizes."""
-    of_sizes = parser.add_argument_group("sizes", "of the model and its batches, see Sizes")
-    of_sizes.add_argument("--quick", action="store_true", help="tiny; always so without a GPU")
-    integer = number(int, 1, 10**6)
-    of_sizes.add_argument("--mean", nargs="+", type=integer, default=means, help="of lengths")
-    of_sizes.add_argument("--batch", type=integer, help="samples of a step and rank")
-    of_sizes.add_argument(
-        "--candidates",
-        type=integer,
-        default=Sizes.candidates,
-        help="of a request, whose samples they are; a divisor of the batch",
-    )
-    of_sizes.add_argument(
-        "--candidate-features",
-        type=number(int, 0, 10**6),
-        metavar="N",
-        default=Sizes.candidate_features,
-        help="features not of requests",
-    )
-    of_sizes.add_argument("--by-popularity", action="store_true",
-                          help="ids are in this order, not hashed")  # fmt: skip
-
-
 def sizes_of(args: argparse.Namespace) -> list[Sizes]:
     """Those asked for; without a GPU, or with --quick, ``QUICK`` of as many candidates."""
     of_requests = {name: getattr(args, name) for name in ("candidates", "candidate_features")}
@@ -428,8 +394,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="dense layers are CUDA graphs in all models")
     parser.add_argument("--fused", action="store_true",
                         help="in a TrainPipelineFusedSparseDist, which starts lookups earlier")
+    of_sizes = parser.add_argument_group("sizes", "of the model and its batches, see Sizes")
+    count = number(int, 1, 10**6)
+    of_sizes.add_argument("--quick", action="store_true", help="tiny; always so without a GPU")
+    of_sizes.add_argument("--mean", nargs="+", type=count, default=[*BATCHES], help="of lengths")
+    of_sizes.add_argument("--batch", type=count, help="samples of a step and rank")
+    of_sizes.add_argument("--candidates", type=count, default=Sizes.candidates,
+                          help="of a request, whose samples they are; a divisor of the batch")
+    of_sizes.add_argument("--candidate-features", type=number(int, 0, 10**6), metavar="N",
+                          default=Sizes.candidate_features, help="features not of requests")
+    of_sizes.add_argument("--by-popularity", action="store_true",
+                          help="ids are in this order, not hashed")
     # fmt: on
-    add_sizes(parser, means=[*BATCHES])
     args = parser.parse_args(argv)
     all_sizes = sizes_of(args)
     for sizes in all_sizes:

@@ -11,7 +11,7 @@ import pandas as pd
 from end_to_end_peers import PROVIDERS
 from stamps import stamp
 
-__all__ = ["SIZES", "add", "by_provider", "matching", "measured_with", "step_table"]
+__all__ = ["SIZES", "add", "matching", "measured_with", "step_table"]
 
 SIZES = ("batch", "histories", "width", "table_rows", "skew")
 COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit", "note",
@@ -43,15 +43,10 @@ def matching(csv: Path, labels: dict[str, Any]) -> pd.DataFrame:
     return frame
 
 
-def by_provider(frame: pd.DataFrame) -> pd.DataFrame:
-    """Medians: a row for each provider, a column for each metric."""
-    of = frame.pivot(index="provider", columns="metric", values="median")
-    return of.reindex([name for name in PROVIDERS if name in of.index])
-
-
 def step_table(frame: pd.DataFrame) -> str:
     """Figures of a step, kernels that take most of it, and what was refused."""
-    of = by_provider(frame)
+    of = frame.pivot(index="provider", columns="metric", values="median")
+    of = of.reindex([name for name in PROVIDERS if name in of.index])
     figures = ["time", "gpu_busy", "peak_memory", "sent", "sent_by_length", "sent_rows"]
     shown = of.reindex(columns=[*figures, "throughput"])
     shown["× sum"] = shown["throughput"] / shown["throughput"].get("sum", math.nan)

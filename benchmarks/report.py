@@ -49,12 +49,6 @@ CROSSOVERS = {
 }
 
 
-def figures_of(results: Sequence[str], ours: str, folder: Path) -> Figures | None:
-    """Those of files by their names without ``.csv``; none if one is not there."""
-    files = files_of(results, folder)
-    return Figures(files, ours) if all(path.exists() for path in files) else None
-
-
 def columns_of(table: Table) -> list[tuple[str, str]]:
     """Heads and templates."""
     text = re.sub(
@@ -68,9 +62,10 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
 
     No lines while a file is not there, or none of its figures.
     """
-    figures = figures_of(table.results, table.ours, results)
-    if figures is None:
+    files = files_of(table.results, results)
+    if not all(path.exists() for path in files):
         return ""
+    figures = Figures(files, table.ours)
     columns = columns_of(table)
     notes: dict[str, str] = {}
     rows: list[list[str]] = []
@@ -100,7 +95,8 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
         heads.append(head.format(batch=figures.batch(case), gpu=f", {gpu}" * bool(gpu)))
     lines = [" | ".join(itertools.compress(row, known)) for row in rows]
     below = [f"{mark} {note}." for note, mark in notes.items()]
-    below.append(_source(table.results, figures))
+    names = ", ".join(f"`{path.name}`" for path in files)
+    below.append(f"From {names}: {figures.stamps()}.")
     return _markdown([*itertools.compress(heads, known)], lines, below)
 
 
@@ -119,11 +115,6 @@ def _filled(template: str, values: list[str]) -> str:
             text = "".join(itertools.chain(*zip(words, [*own, ""], strict=True)))
             parts.append(text.removesuffix(" ± –"))
     return ", ".join(parts)
-
-
-def _source(results: Sequence[str], figures: Figures) -> str:
-    files = ", ".join(f"`{name}.csv`" for name in results)
-    return f"From {files}: {figures.stamps()}."
 
 
 def _markdown(heads: list[str], rows: list[str], below: list[str]) -> str:
