@@ -1,4 +1,4 @@
-"""What a batch must hold for a collection to pool it.
+"""Checks of the batches of a collection.
 
 Counts of rows are always checked. Values (ids, lengths, weights) are read on CPU, and on CUDA with
 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.

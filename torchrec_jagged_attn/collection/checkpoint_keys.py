@@ -19,7 +19,7 @@ __all__ = ["embedding_bag_keys", "rename_keys"]
 
 
 def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
-    """What state dicts call the tables of ``model``, and what they call them in the same model with
+    """Map the names of tables in state dicts of ``model`` to those in the same model with
     EmbeddingBagCollections instead of its TargetAttentionEmbeddingBagCollections.
 
     Args:
@@ -28,7 +28,7 @@ def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
             ``checkpoint_wrapper``. Names are those of ``model.state_dict()``.
 
     Returns:
-        From each name here to the one there.
+        A dict from names in ``model`` to names in the other model.
 
     Raises:
         TypeError: ``model`` is no Module.
@@ -98,11 +98,11 @@ def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
 
 
 def rename_keys(state: Any, names: dict[str, str]) -> Any:
-    """A copy of the state dict ``state``, of a model or of an optimizer, with keys renamed.
+    """Return a copy of the state dict ``state``, of a model or an optimizer, with renamed keys.
 
     Args:
-        state: dicts and lists in each other; what they hold is not copied.
-        names: from each name in ``state`` to another. Others stay.
+        state: nested dicts and lists, whose values are not copied.
+        names: from names in ``state`` to new ones. Other names are kept.
 
     Raises:
         TypeError: ``state`` or ``names`` is no dict.

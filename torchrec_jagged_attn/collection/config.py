@@ -75,8 +75,8 @@ class EncoderConfig:
 class TargetAttentionConfig:
     """Which history attends to which target, and how.
 
-    With several targets or histories, their embeddings are concatenated along the columns, and
-    attended once, over the sum of their widths. So events can have side information.
+    With several targets or histories, their embeddings are concatenated along the columns, as side
+    information of the events, and one attention runs over the sum of their widths.
 
     A feature that several tables have is named ``feature@table``, as in the output of
     EmbeddingBagCollection.

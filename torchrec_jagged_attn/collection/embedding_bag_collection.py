@@ -63,44 +63,44 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     Tables that hold a target or a history are in ``embedding_collections``, one
     EmbeddingCollection for each width, and the others in ``embedding_bag_collection`` (``None``
-    where there is none), so that TorchRec's planner and sharders find the modules they know. A
-    feature pooled by sum or mean costs the communication of its single rows when it shares a table
-    with a target or a history.
+    where there is none), which TorchRec's planner and sharders support. The rows of a feature that
+    is pooled by sum or mean are sent individually if it shares a table with a target or a history.
 
-    ``DistributedModelParallel`` must have the sharders of both, as it has by default:
+    ``DistributedModelParallel`` needs the sharders of both, which it has by default:
     ``EmbeddingCollectionSharder`` and ``EmbeddingBagCollectionSharder``. The weights of attentions
-    are dense ones: give ``apply_optimizer_in_backward`` the weights of tables alone,
-    :func:`embedding_parameters`.
+    are dense: pass only those of tables, :func:`embedding_parameters`, to
+    ``apply_optimizer_in_backward``.
 
     Args:
         tables: as for EmbeddingBagCollection. Those that hold a target or a history have an
             ``embedding_dim`` that is a multiple of 4.
         attentions: one entry per attention, or a single entry. A history belongs to one entry, a
             target to any number.
-        is_weighted: whether batches have weights. Pooled rows are multiplied by theirs. Those of a
-            history are the prior weights of its rows in :class:`JaggedTargetAttention`; of several
-            histories attended together, those of the first one named. In the output a target's row
-            is multiplied by its weight, but not as a query.
+        is_weighted: whether batches have weights. Pooled rows are multiplied by their weights. The
+            weights of a history are the prior weights of its rows in
+            :class:`JaggedTargetAttention`; for several histories of one attention, those of the
+            first are used. The row of a target is multiplied by its weight in the output, but not
+            as a query.
         device: of all parameters; by default PyTorch's default device.
-        single_lookup: whether tables as wide as one with a target or a history are looked up with
-            it, and their rows pooled afterwards. One sharded module instead of two takes the host
-            less time per step. Rows cross ranks before they are pooled, not after, so this is for
-            features of about one id per sample, or for a single rank. State dicts then have these
-            tables in ``embedding_collections``.
-        candidates: how many a sample has. ``"one"``; or ``"jagged"``: a sample is a request, which
-            shows any number of candidates to one user, also none. Targets have an id for each, and
-            the output a row for each, ``ΣT`` in all, in their order. A request's history is sent,
-            looked up and read once, and all else of it is pooled once, and then repeated for each
-            of its candidates. So must its dense features be, see :func:`repeat_per_candidate`.
-            Parameters are the same. Rows that ``row_dropout`` leaves out are those of the request.
-        candidate_features: of ``candidates="jagged"``: features besides the targets that have one
-            id for each candidate. Their rows are put out without pooling. As with
+        single_lookup: whether pooled features are looked up together with targets and histories if
+            their tables have the same width, and pooled afterwards. One sharded module instead of
+            two reduces host time per step, but rows are sent to other ranks before pooling: use it
+            for features of about one id per sample, or on a single rank. In state dicts, these
+            tables are in ``embedding_collections``.
+        candidates: ``"one"`` candidate per sample; or ``"jagged"``: a sample is a request with any
+            number of candidates, also none. Targets have one id, and the output one row, per
+            candidate, ``ΣT`` in total. The history of a request is sent, looked up and read once;
+            other features are pooled once and repeated for each candidate. Repeat dense features
+            with :func:`repeat_per_candidate`. Parameters are the same. ``row_dropout`` drops the
+            same rows for all candidates of a request.
+        candidate_features: with ``candidates="jagged"``, features besides the targets that have
+            one id per candidate. Their rows are returned without pooling. As with
             ``single_lookup``, their tables are in ``embedding_collections``.
-        single_id_features: features that have exactly one id in each sample, besides targets. Their
-            rows are put out without pooling, which takes the host less time. If all tables without
-            a target or a history hold these features alone and are as wide as one with, they are
-            looked up as with ``single_lookup``: as many bytes cross ranks then. Of tables in
-            ``embedding_bag_collection`` they are pooled as all others, and not checked.
+        single_id_features: features besides targets with exactly one id per sample. Their rows are
+            returned without pooling, which reduces host time. If all tables without a target or a
+            history hold only such features and have the width of a table with one, they are looked
+            up as with ``single_lookup``, with the same number of bytes sent. Otherwise, tables in
+            ``embedding_bag_collection`` pool them like all others, and they are not checked.
 
     Raises:
         TypeError: an argument is of another type.

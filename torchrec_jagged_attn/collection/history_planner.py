@@ -21,9 +21,8 @@ class HistoryEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     """Plans the sharding of a model whose sharder is a :class:`HistoryEmbeddingCollectionSharder`.
 
     ``EmbeddingShardingPlanner`` assumes that all rows of a history are sent to the rank of their
-    sample. This planner differs from it by the communication of tables whose histories stay on
-    their owners: a query and a partial result, each as wide as the table, per sample and owner, in
-    place of rows; and 16 to 32 bytes per id.
+    sample. For tables whose histories stay on their owners, this planner counts instead a query and
+    a partial result, each as wide as the table, per sample and owner, and 16 to 32 bytes per id.
 
     Estimates depend on the mean lengths of histories: ``ParameterConstraints(pooling_factors=…)``
     of a table has one for each of its ``feature_names``.

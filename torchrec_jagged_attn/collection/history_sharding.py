@@ -6,9 +6,9 @@ Rows of histories stay there for :mod:`torchrec_jagged_attn.modules.owned_rows`.
 back to the samples, such as those of targets; and histories that an attention must have whole, in
 one copy.
 
-TorchRec has no public way to this. Here and in ``history_planner.py``, ``lookup_rows.py`` and
-``lookup_bags.py`` are all of its private names that are read; ``test_rows_that_stay.py`` and
-``test_planner.py`` of ``tests/torchrec`` fail where they change.
+TorchRec has no public API for this. Only this file, ``history_planner.py``, ``lookup_rows.py`` and
+``lookup_bags.py`` read its private names; ``test_rows_that_stay.py`` and ``test_planner.py`` of
+``tests/torchrec`` fail where they change.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SHARDING_TYPES = (
 
 
 def set_histories(collection: nn.Module, histories: dict[str, HistoryFeatures]) -> None:
-    """Tell the sharder which rows of ``collection`` are histories, by what it calls them."""
+    """Tell the sharder which rows of ``collection`` are histories, by their names in it."""
     collection.__dict__["_histories"] = histories
 
 

@@ -15,8 +15,8 @@ class HistoryTruncation(nn.Module):
     """Keeps the newest rows of some keys of a KeyedJaggedTensor, and all rows of the others.
 
     It has no parameter and reads nothing but its input, so TorchRec's pipelines run it before the
-    lookups, where they are told ``pipeline_postproc=True``. How many rows are left is known on the
-    device alone: without a pipeline, the host waits for it.
+    lookups, with ``pipeline_postproc=True``. The number of rows left is known only on the device:
+    without a pipeline, the host waits for it.
 
     Args:
         histories: the keys of each history, which are equally long in each sample, and how many of

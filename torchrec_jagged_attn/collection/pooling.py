@@ -228,7 +228,7 @@ class TargetAttentionPooling(nn.Module):
             features: what was looked up.
             sequences: of each EmbeddingCollection.
             bags: of the EmbeddingBagCollection, if there is one.
-            indices: ``[N]`` of histories that are read by index, by their keys of the output. Their
+            indices: ``[N]`` gather indices of histories, by their keys of the output. Their
                 sequences have values ``[U, D]``.
             keep_dtype: whether the output has the dtype of the sequences.
             is_empty: whether there is no sample, where ``bags`` have one. They are waited for at
@@ -327,8 +327,8 @@ class TargetAttentionPooling(nn.Module):
         return histories
 
     def histories_by_index(self) -> list[dict[str, str]]:
-        """The histories that may be read by index: of each lookup their keys of the output, by what
-        the lookup calls them.
+        """The histories that may be read through gather indices: for each lookup their keys of the
+        output, by their names in the lookup.
         """
         keys: list[dict[str, str]] = [{} for _ in range(self._num_lookups)]
         for attention in self._attentions:

@@ -16,14 +16,13 @@ __all__ = ["repeat_per_candidate"]
 def repeat_per_candidate(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     r"""Repeat each request's row for each of its candidates: :math:`out_n = rows_{b(n)}`.
 
-    On CUDA the host does not wait: the number of candidates is that of the values. The gradient
-    adds up a request's candidates in one order.
+    On CUDA the host does not wait for the device. The gradient is deterministic.
 
     Args:
         rows: ``[B, D]`` of requests, such as their dense features. fp32, bf16 or fp16 (on CPU also
             fp64).
-        candidates: of ``B`` requests: ids of a target, or their embeddings. Their number and
-            lengths alone are read.
+        candidates: of ``B`` requests: ids of a target, or their embeddings. Only their number and
+            lengths are read.
 
     Returns:
         ``[ΣT, D]``, in the dtype of ``rows``.

@@ -1,8 +1,8 @@
-"""What keeps a sharded model right: its sharders, and the optimizers of its tables.
+"""Checks of sharded models: their sharders, and the optimizers of their tables.
 
-TorchRec's planner, sharders and pipelines know EmbeddingCollection and EmbeddingBagCollection. What
-lies beside them is replicated: tables that no sharder took, too, and the weights of attentions,
-whose gradients are averaged over ranks before a step.
+TorchRec's planner, sharders and pipelines support EmbeddingCollection and EmbeddingBagCollection.
+All else is replicated, also tables without a sharder, and the weights of attentions, whose
+gradients are averaged over ranks before a step.
 """
 
 import functools
@@ -45,7 +45,7 @@ _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The weights of all embedding tables in ``module``, and nothing else.
+    """Return the weights of all embedding tables in ``module``, and no other parameters.
 
     For ``apply_optimizer_in_backward``. Call it before sharding.
 
@@ -150,7 +150,7 @@ def _give_ranks_one_dtype(lookup: nn.Module) -> None:
 
 
 def _take_batches_without_samples(lookup: nn.Module) -> None:
-    """Replace batches without samples in ``input_dist``, which pipelines call themselves."""
+    """Replace batches without samples in ``input_dist``, which pipelines call directly."""
     if isinstance(lookup, ShardedEmbeddingCollection) and "input_dist" not in vars(lookup):
         lookup.input_dist = functools.partial(_input_dist, lookup)
 

@@ -118,7 +118,7 @@ def jagged_flash_attention(
               + P_{\beta(position_j), h} + A_{\beta(age_j), h} + \log w_j
               + R_{\beta(|distance_{ij}|), h})
 
-    A row that sees no key gives zeros. No padding is made, and the work follows the lengths. The
+    A row without a visible key gives zeros. Nothing is padded. The
     first three biases and the prior weights :math:`w_j` are those of
     :func:`jagged_target_attention`: they belong to a key row, and positions and ages are counted
     from the last key of the sample, or ages from its ``request_time``. The last bias belongs to the
@@ -140,32 +140,32 @@ def jagged_flash_attention(
         kv_offsets: ``[B + 1]`` int32 or int64, the same for keys and values; by default
             ``q_offsets``.
         bias: ``[ΣLk, H]``, any dtype that ``q`` may have, added to the scores of its key; ``-inf``
-            hides it.
+            masks it.
         position_bias: ``[P, H]``, likewise, by the bucket of the key's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
         timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64; as there.
         request_time: ``[B]`` in the dtype of ``timestamps``; as there.
-        prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, for all heads; zero hides the key,
-            and so does what is below zero. Their gradient is zero there.
+        prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, for all heads; zero or less masks
+            the key, and the gradient is zero there.
         relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
             On a GPU, of up to 2^30 - 129 rows of queries and of keys.
-        row_dropout: the probability that a key is left out, for all queries and heads: as if its
-            prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
+        row_dropout: the probability that a key is masked, for all queries and heads, as if its
+            prior weight were zero. Drawn in each call, with PyTorch's generator of the device.
         dropout: the probability that a weight :math:`p_{ij}` of a head is set to zero, as in
             ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``. The softmax
             is over all of them, and so is its log-sum-exp. Drawn as ``row_dropout`` is.
-        causal: row ``i`` of ``Lq`` queries sees the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
-            last query sees them all.
-        window: how many keys a row sees at most: the newest of those that ``causal`` lets it see,
-            which ``window`` needs. ``None`` for all.
+        causal: query ``i`` of ``Lq`` attends to the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
+            last query attends to all.
+        window: maximum number of keys that a query attends to, the newest of those that ``causal``
+            allows, which ``window`` requires. ``None`` for all.
         scale: factor of the dot products; ``1/√D`` by default.
-        return_lse: whether to return log-sum-exps, too, by which attention over parts of the keys
-            is merged. They have no gradient.
+        return_lse: whether to also return log-sum-exps, to merge attention over parts of the keys.
+            They have no gradient.
 
     Returns:
         ``[ΣLq, H, Dv]``, in the dtype of ``q``. With ``return_lse``, a pair: that, and ``[ΣLq, H]``
-        fp32, the logarithm of the sum of :math:`e` to the scores; ``-inf`` of a row that sees
-        nothing. Under autocast ``q``, ``k`` and ``v`` are cast to its dtype, as by
+        fp32, the logarithm of the sum of :math:`e` to the scores; ``-inf`` for a row without a
+        visible key. Under autocast ``q``, ``k`` and ``v`` are cast to its dtype, as by
         ``scaled_dot_product_attention``, and the output has it.
 
     Raises:

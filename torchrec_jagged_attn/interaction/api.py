@@ -1,4 +1,4 @@
-"""The feature interactions of the paper's Table 1, unfused, and what goes with them."""
+"""The feature interaction ops of the paper's Table 1, unfused, and further ones."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
     r"""Softmax over each sample's rows, of each column: :math:`e^{x_{nt}} / \sum_m e^{x_{mt}}`.
 
-    A column of a sample that has nothing but ``-inf`` gives zeros.
+    A column of a sample with only ``-inf`` gives zeros.
 
     Args:
         x: ``[N, T]`` rows of all samples, one sample after the other. fp32, bf16 or fp16 (on CPU
@@ -228,7 +228,7 @@ def array_jagged_bmm_jagged_out(
 def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = None) -> Tensor:
     r"""Softmax of each row of each sample's pairs: :math:`e^{p_{ij}} / \sum_k e^{p_{ik}}`.
 
-    A row that has nothing but ``-inf`` gives zeros.
+    A row with only ``-inf`` gives zeros.
 
     Args:
         p: ``[Σ Lx·Ly]``, as :func:`jagged_jagged_bmm_jagged_out` gives. fp32, bf16 or fp16 (on CPU

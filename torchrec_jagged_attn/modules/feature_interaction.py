@@ -44,20 +44,19 @@ class JaggedFeatureInteraction(nn.Module):
               q \cdot x_L))
 
     where ``"softmax"`` is over the sample's features, and ``"silu"`` and ``None``, the identity,
-    take each score by itself. It has no parameters, and no padding; a sample without features has
-    zeros.
+    are elementwise. It has no parameters; a sample without features gives zeros.
 
-    As many targets for each sample take ``jagged_dense_bmm``, the activation and
-    ``jagged_jagged_bmm``, jagged targets take ``jagged_jagged_bmm_jagged_out``, the activation and
-    ``array_jagged_bmm_jagged_out``. With softmax, each is the same function as
-    ``jagged_target_attention``, which keeps no score in memory.
+    Unfused, targets of equal number per sample use ``jagged_dense_bmm``, the activation and
+    ``jagged_jagged_bmm``; jagged targets use ``jagged_jagged_bmm_jagged_out``, the activation and
+    ``array_jagged_bmm_jagged_out``. With softmax, both are the same function as
+    ``jagged_target_attention``, which stores no scores.
 
     Args:
         activation: ``"softmax"``, ``"silu"`` or ``None``.
         scale: factor of the scores; ``1/√D`` by default.
-        fused: whether to take ``jagged_target_attention``; by default where the activation is
-            softmax. Results differ by rounding. Unfused, jagged targets wait for the device once in
-            each call, for the number of pairs.
+        fused: whether to use ``jagged_target_attention``; by default if the activation is softmax.
+            Results differ by rounding. Unfused, calls with jagged targets wait for the device once,
+            to read the number of pairs.
 
     Raises:
         ValueError: an unknown ``activation``, or ``fused`` without softmax.

@@ -11,7 +11,7 @@ __all__ = ["RecencyBias"]
 
 
 class RecencyBias(nn.Module):
-    r"""Tables of a learned score per head for how far back in its history a row lies.
+    r"""Learned biases of scores per head, by the position and age of a row in its history.
 
     ``jagged_target_attention`` adds to the scores of row :math:`n`
 
@@ -35,8 +35,7 @@ class RecencyBias(nn.Module):
         dtype: of the tables.
 
     Example:
-        What the scores of rows 0, 1, 3 and 7 from the newest, in buckets 0, 4, 8 and 12, multiply
-        their weights by:
+        The factors of the weights of rows 0, 1, 3 and 7 from the newest, in buckets 0, 4, 8 and 12:
 
         >>> RecencyBias(num_heads=2).position_weight.detach()[[0, 4, 8, 12], 0].exp()
         tensor([1.0000, 0.5000, 0.2500, 0.1250])

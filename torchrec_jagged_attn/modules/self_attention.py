@@ -35,20 +35,20 @@ __all__ = ["HistoryEncoderLayer", "JaggedSelfAttention"]
 class JaggedSelfAttention(nn.Module):
     r"""Multi-head attention of each history's rows to one another, without padding.
 
-    The same function as ``torch.nn.MultiheadAttention(embed_dim, num_heads)`` on each sample for
-    itself, with the same parameter names and shapes. Unless ``recency_bias=False``, a learned score
-    per head is added, by how many rows lie between query and key. See
-    :class:`RecencyBias`, whose positions are those distances here, in either direction.
+    The same function as ``torch.nn.MultiheadAttention(embed_dim, num_heads)`` on each sample
+    separately, with the same parameter names and shapes. Unless ``recency_bias=False``, scores have
+    a learned bias per head by the distance between query and key in rows, in either direction: a
+    :class:`RecencyBias` whose positions are these distances.
 
     Args:
         embed_dim: ``E``, width of the rows.
         num_heads: ``H``, a divisor of ``embed_dim``.
-        causal: whether a row sees itself and older rows only.
-        window: how many rows a row sees at most, itself and the newest older ones; needs
-            ``causal``. ``None`` for all.
+        causal: whether a row attends to itself and older rows only.
+        window: maximum number of rows that a row attends to, itself and the newest older ones;
+            needs ``causal``. ``None`` for all.
         bias: whether the projections have biases.
         recency_bias: whether to add the learned score of the distance.
-        row_dropout: while training, the probability that a row is attended by none. See
+        row_dropout: while training, the probability that a row is masked as a key. See
             :func:`jagged_flash_attention`.
         dropout: while training, the probability that a weight is set to zero, as in
             ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
@@ -135,7 +135,7 @@ class JaggedSelfAttention(nn.Module):
             history: values ``[N, E]`` of ``B`` samples, each from its oldest row to its newest. Its
                 weights are not read.
             prior_weights: ``[N]``, what each row counts before others are compared with it, see
-                :func:`jagged_flash_attention`. A row of zero or below is attended by none.
+                :func:`jagged_flash_attention`. A row of zero or below is masked.
 
         Returns:
             Values ``[N, E]`` with the offsets of ``history``, in the dtype of the module's
@@ -239,22 +239,22 @@ class HistoryEncoderLayer(nn.Module):
     .. math:: y = x + attention(norm_1(x)), \qquad z = y + W_2\, gelu(W_1\, norm_2(y))
 
     The same function as ``torch.nn.TransformerEncoderLayer(embed_dim, num_heads, feedforward_dim,
-    activation="gelu", norm_first=True)`` on each sample for itself, with the same parameter names
-    and shapes; plus the recency bias of :class:`JaggedSelfAttention`. Layers stack before the
-    target attention.
+    activation="gelu", norm_first=True)`` on each sample separately, with the same parameter names
+    and shapes; plus the recency bias of :class:`JaggedSelfAttention`. Layers can be stacked before
+    a target attention.
 
     Args:
         embed_dim: ``E``, width of the rows.
         num_heads: ``H``, a divisor of ``embed_dim``.
         feedforward_dim: width between ``W_1`` and ``W_2``; ``4 · E`` by default.
-        dropout: of the attention's output and of both sides of ``W_2``, while training. That of
-            ``torch.nn.TransformerEncoderLayer`` is of the attention's weights, too: they have their
-            own here, ``attention_dropout``.
+        dropout: of the attention's output and of inputs and outputs of ``W_2``, while training.
+            Other than in ``torch.nn.TransformerEncoderLayer``, attention weights have an argument
+            of their own, ``attention_dropout``.
         causal: see :class:`JaggedSelfAttention`.
         window: see there.
         recency_bias: see there.
         row_dropout: see there.
-        attention_dropout: see its ``dropout`` there.
+        attention_dropout: ``dropout`` there.
         device: of the parameters.
         dtype: of the parameters.
 

@@ -1,4 +1,4 @@
-"""``JaggedTargetAttention``: a target item attends over its user's history."""
+"""``JaggedTargetAttention``: a target item attends to its user's history."""
 
 # FX and torch.jit.script read annotations, so they are no strings here.
 from typing import Any, Literal
@@ -86,15 +86,15 @@ class JaggedTargetAttention(nn.Module):
         recency_bias: whether to add the learned bias by position in the history.
         age_bias: whether that bias also depends on the ages of rows. Requires ``recency_bias``, and
             ``timestamps`` in ``forward``.
-        init: ``"recency"`` starts as a pooling of the rows by recency: queries are zero, and value
-            and output projections, if any, the identity, where ``D = E``. ``"mha"`` initializes
-            projections as ``torch.nn.MultiheadAttention`` does.
-        score: how scores become weights: ``"softmax"``, or ``"silu"`` or ``"sigmoid"`` of each
-            score by itself, see :func:`jagged_target_attention`. With the latter two, outputs grow
+        init: ``"recency"`` starts as pooling by recency: queries are zero, and value and output
+            projections, if any, are the identity where ``D = E``. ``"mha"`` initializes projections
+            as ``torch.nn.MultiheadAttention`` does.
+        score: how scores become weights: by ``"softmax"``, or elementwise by ``"silu"`` or
+            ``"sigmoid"``, see :func:`jagged_target_attention`. With the latter two, outputs grow
             with the length of the history, the bias of values is added once, keys have no bias, and
             ``prior_weights`` are not supported.
         value_projection: whether values and outputs are projected. If not, which needs ``D = E``,
-            the output of a head is its ``E / H`` columns of the rows that it pooled, as if both
+            the output of a head is its ``E / H`` columns of the weighted sum of rows, as if both
             projections were the identity; an empty history gives zeros. The parameters are then
             ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``,
             ``in_proj_bias`` ``[E]`` of queries. ``None``, the default, projects only where ``D`` is
@@ -103,7 +103,7 @@ class JaggedTargetAttention(nn.Module):
             heads of its sample, see :func:`jagged_target_attention`.
         dropout: probability, while training, that a weight of a target, head and row is set to
             zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
-            The bias of values is added once all the same.
+            The bias of values is still added once.
         history_codes: experimental: how the history is packed. Its values are then ``[N,
             num_bytes]`` uint8 of :class:`PackedCodes`. With a :class:`DiscretePCA`, rows are what
             it decodes codes to, of width ``D``; its basis and mean are absorbed like the
@@ -293,7 +293,7 @@ class JaggedTargetAttention(nn.Module):
         indices: Tensor | None = None,
         request_time: Tensor | None = None,
     ) -> Tensor:
-        """Attend ``target`` over ``history``.
+        """Attend from ``target`` to ``history``.
 
         Args:
             target: ``[B, C]``; ``[B, T, C]`` for ``T`` targets per sample; or a JaggedTensor with
@@ -383,11 +383,11 @@ class JaggedTargetAttention(nn.Module):
         prior_weights: Tensor | None = None,
         request_time: Tensor | None = None,
     ) -> JaggedTensor:
-        """Return the weight that each head of each target gives each row of its history.
+        """Return the attention weights of the rows of each history, by target and head.
 
-        Up to rounding, these are the weights by which :meth:`forward` sums up the rows in eval
-        mode. They are computed in fp32, also under autocast (in fp64 for an fp64 history), and
-        have no gradient.
+        Up to rounding, :meth:`forward` in eval mode sums up the rows with these weights.
+        They are computed in fp32, also under autocast (in fp64 for an fp64 history), and have no
+        gradient.
 
         Args:
             target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.

@@ -1,4 +1,4 @@
-"""What ``JaggedTargetAttention`` is given: records of what its forward hands on, and checks."""
+"""Records of the parameters and options of ``JaggedTargetAttention``, and checks."""
 
 # FX and torch.jit.script read annotations of records, so they are no strings here.
 from typing import NamedTuple
@@ -51,7 +51,7 @@ class Learned(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a module was made with, and what it drops now, in units of 2^-32."""
+    """Options of a module, and its current drop probabilities, in units of 2^-32."""
 
     target_dim: int
     history_dim: int

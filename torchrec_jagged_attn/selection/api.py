@@ -1,7 +1,7 @@
-"""``select_rows`` and ``take_rows``: the rows of each sample with the highest scores, alone.
+"""``select_rows`` and ``take_rows``: the rows of each sample with the highest scores.
 
-Which rows are kept does not depend on what they hold. So ``select_rows`` answers it once, and
-``take_rows`` then copies the rows of any number of tensors.
+``select_rows`` returns the indices of the rows to keep, and ``take_rows`` copies these rows of any
+number of tensors.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ def select_rows(
 ) -> SelectedRows:
     r"""Find the rows of each sample with its highest scores, in the order that they have.
 
-    A row is kept if its score is at least ``threshold`` and fewer than ``keep`` rows of its sample
-    (and segment) come before it. Those with a higher score do, and of the same score those that are
-    newer, which lie behind it. Rows whose score is NaN are never kept. Without scores, the newest
-    rows are kept.
+    A row is kept if its score is at least ``threshold`` and among the ``keep`` highest of its
+    sample (and segment); of equal scores, newer rows are kept first. Rows whose score is NaN are
+    never kept. Without scores, the newest rows are kept.
 
     It is deterministic, and no sample's selection depends on another sample.
 
@@ -78,15 +77,14 @@ def select_rows(
         offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns rows ``offsets[b]`` to
             ``offsets[b + 1] - 1``, the oldest first.
         scores: ``[N]`` of fp32, bf16 or fp16 (on CPU also fp64). They have no gradient.
-        num_rows: ``N``, where neither scores nor segments tell it.
-        keep: rows of a sample at most: one number, or ``[B]`` integers, one for each sample. With
-            ``segments``, a sequence of ``S`` numbers, or ``[B, S]`` integers: of a sample's rows of
-            each segment. By default, all.
+        num_rows: ``N``, needed without scores and segments.
+        keep: maximum number of rows per sample: one number, or ``[B]`` integers. With ``segments``,
+            per sample and segment: ``S`` numbers, or ``[B, S]`` integers. By default, all.
         threshold: lowest score that is kept.
-        segments: ``[N]`` int32 or int64, of each row, in 0…S - 1; rows of other numbers are not
-            kept.
-        capacity: ``C``, room for the rows that are kept of all samples. Then the host does not wait
-            for the device. Rows beyond it are lost, of the last samples. By default, their number
+        segments: ``[N]`` int32 or int64, the segment of each row in 0…S - 1; rows with other
+            numbers are not kept.
+        capacity: ``C``, maximum number of rows kept of all samples; rows beyond it, of the last
+            samples, are dropped. The host then does not wait for the device. By default, the number
             is read, and the host waits once.
 
     Returns:

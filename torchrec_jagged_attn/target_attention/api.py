@@ -1,4 +1,4 @@
-"""``jagged_target_attention``: a few queries per sample over its history rows."""
+"""``jagged_target_attention``: a few queries per sample attend to its history rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def jagged_target_attention(
     score: Literal["softmax", "silu", "sigmoid"] = "softmax",
     num_levels: int | None = None,
 ) -> Tensor:
-    r"""Attend query rows over the history rows of their own sample, keys and values at once.
+    r"""Attend from query rows to the history rows of their sample, which are keys and values.
 
     For query row :math:`q` of head :math:`h`, over the rows :math:`x_n` of its sample,
 
@@ -105,18 +105,18 @@ def jagged_target_attention(
             as of a missing time of ``-2**63``, or that is NaN, falls into the last bucket.
         request_time: ``[B]`` in the dtype of ``timestamps``: when each sample is scored, which the
             ages of its rows are counted from; by default the time of its last row. No gradient.
-        prior_weights: ``[N]``, any dtype that ``query`` may have: what each row counts before it is
-            compared with a query, for all heads. One below zero counts as zero, and has a gradient
-            of zero: make weights that are learned of ``exp`` or ``softplus`` to keep them above.
-        row_dropout: the probability that a row is left out, for all queries and heads: as if its
-            prior weight were zero. Drawn anew in each call, by PyTorch's generator of the device.
+        prior_weights: ``[N]``, any dtype that ``query`` may have: factors of the weights of rows
+            before normalization, for all heads. A negative one counts as zero and has a gradient of
+            zero: compute learned weights with ``exp`` or ``softplus`` to keep them positive.
+        row_dropout: the probability that a row is masked, for all queries and heads, as if its
+            prior weight were zero. Drawn in each call, with PyTorch's generator of the device.
         dropout: the probability that a weight :math:`p_n` of a query row and head is set to zero,
             as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``. The
             softmax is over all of them. Drawn as ``row_dropout`` is.
         scale: factor of the dot products; ``1/√D`` by default.
-        score: what makes weights :math:`p_n` of the scores :math:`s_n`: their ``"softmax"``; or, of
-            each row by itself, ``"silu"``, :math:`s_n \sigma(s_n)`, or ``"sigmoid"``,
-            :math:`\sigma(s_n)`. Prior weights are for the softmax alone.
+        score: how weights :math:`p_n` are computed from scores :math:`s_n`: by ``"softmax"``; or
+            elementwise by ``"silu"``, :math:`s_n \sigma(s_n)`, or ``"sigmoid"``,
+            :math:`\sigma(s_n)`. Prior weights require the softmax.
         num_levels: of codes: ``history`` is packed rows of ``D - 1`` codes, ``[N, num_bytes]`` or
             ``[U, num_bytes]`` uint8 of ``PackedCodes(D - 1, num_levels)``. Row :math:`x_n` is these
             codes and, in the last column, a one. It is made in registers, and has no gradient.
