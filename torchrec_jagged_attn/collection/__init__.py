@@ -1,4 +1,4 @@
-"""Tables with attention, in place of an EmbeddingBagCollection: in one process and sharded."""
+"""Tables with attention, instead of an EmbeddingBagCollection: in one process and sharded."""
 
 from torchrec_jagged_attn.collection.checkpoint_keys import embedding_bag_keys, rename_keys
 from torchrec_jagged_attn.collection.config import EncoderConfig, TargetAttentionConfig

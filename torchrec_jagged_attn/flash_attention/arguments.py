@@ -21,7 +21,7 @@ class FlashArguments(NamedTuple):
     Attributes:
         bias: see :class:`Biases`.
         window: how many keys each query sees at most; 0 for all.
-        needs_stats: whether the statistics of the softmax are asked for. Kernels always keep them,
+        needs_stats: whether the statistics of the softmax are returned. Kernels always keep them,
             for the gradient.
     """
 

@@ -110,7 +110,7 @@ def backward(
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``. Without ``grad_v``, ``k``
     must be ``v``, and their sum is written into ``grad_k``. With ``indices``, that sum is added to
     ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments.
-    Whether the gradient of ``bias`` is asked for changes nothing here.
+    Whether the gradient of ``bias`` is needed changes nothing here.
     """
     x, (position_bucket, age_bucket) = _operands(args, more)
     relative_bias = args.relative_bias

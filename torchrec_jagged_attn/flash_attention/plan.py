@@ -1,4 +1,4 @@
-"""Which kernels take a call of jagged flash attention, which tiles they get, and why.
+"""Dispatch of jagged flash attention: kernel variants, tile sizes and their conditions.
 
 A call may have short samples and long ones. ``PATHS`` says which kernels take each: kernels of
 their own compute a short sample whole, all pairs of rows at once; the others cut a sample into
@@ -90,7 +90,7 @@ class Call(NamedTuple):
 
     @property
     def biased_by_keys(self) -> bool:
-        """Whether scores have a bias that goes by the key's row, position or age; ``-inf`` of what
+        """Whether scores have a bias by the key's row, position or age; ``-inf`` of what
         is dropped is one.
         """
         by_bucket = self.position_buckets > 0 or self.age_buckets > 0
@@ -169,9 +169,9 @@ class Plan:
 
     Attributes:
         call: what it was made from.
-        short_samples: the path of short samples; that of long ones where no kernel takes them
+        short_samples: the variant of short samples; that of long ones where no kernel takes them
             whole.
-        long_samples: the path of all others.
+        long_samples: the variant of all others.
         most_short: the most rows of a sample that is short; 0 where none is.
         together: how many rows of the other side samples have whose tiles of keys are interleaved
             in the list, see ``list_tiles``.

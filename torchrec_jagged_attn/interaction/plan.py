@@ -23,7 +23,7 @@ LONGEST_WHOLE_ROW = 512
 
 
 class PairProduct(NamedTuple):
-    """What the path of a product of pairs depends on.
+    """What the variant of a product of pairs depends on.
 
     Attributes:
         x: ``[Nx, D]``, not empty.

@@ -57,7 +57,7 @@ class ReplayedOp:
             output: along which its length differs from call to call, -1 for none.
         saved: of each of these tensors, and of each output: whether backward takes it, or ``None``.
         run: from the arguments to what the op returns, below autograd and on a device.
-        run_backward: ``(*grads, needs_grad, *arguments, *outputs)`` to the gradients asked for,
+        run_backward: ``(*grads, needs_grad, *arguments, *outputs)`` to the gradients needed,
             likewise. An op without any has neither this nor the next.
         call_backward: the same, for any tensors, under any mode.
         num_returned: how many outputs are given, the first ones: as a tuple, if several. Of an op

@@ -1,8 +1,8 @@
-"""Which path takes a call, and why: rules with their reasons.
+"""Kernel dispatch: which variant serves a call, and the conditions that decide.
 
-A path is a set of kernels, or of functions, that computes an op. Each op has a list of them, from
-the fastest to the one that takes any call. From these lists come the choice for a call, the table
-of ``python -m torchrec_jagged_attn``, and the log.
+A variant is a set of kernels, or of functions, that computes an op. Each op has a list of them,
+from the fastest to the one that supports any call. The dispatch, the table of ``python -m
+torchrec_jagged_attn`` and the log are made from these lists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _logged: set[tuple[str, str, Choice]] = set()
 
 
 class Condition(NamedTuple):
-    """What a path asks of a call.
+    """A condition of a kernel variant.
 
     Attributes:
         text: the condition in words, as the table and the log say it.
@@ -40,15 +40,15 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True)
 class Path:
-    """One way to compute an op.
+    """A kernel variant of an op.
 
     Attributes:
-        name: of the path, as in the names of its files.
-        conditions: what it asks of a call; nothing where it takes any.
-        runs_on: whether a device has what the path needs.
+        name: of the variant, as in the names of its files.
+        conditions: that a call must meet; none if the variant supports any call.
+        runs_on: whether the variant runs on a device.
         device: that device, in words.
-        samples: of a call that it takes, the samples that it computes, in words; empty where that
-            is all of them. The kernels decide it, since the host does not know the lengths.
+        samples: the samples of a call that it computes, in words; empty for all. The kernels
+            decide, since the host does not know the lengths.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Path:
 
     @property
     def text(self) -> str:
-        """What the path takes, in words."""
+        """What the variant supports, in words."""
         texts = [self.samples] if self.samples else []
         return "; ".join(texts + [text for text, _ in self.conditions]) or "all else"
 
@@ -71,16 +71,16 @@ class Path:
         return None
 
     def takes(self, device: torch.device, call: Any) -> bool:
-        """Whether it takes ``call`` on ``device``: :func:`choose` of two paths in less time."""
+        """Whether it supports ``call`` on ``device``; faster than :func:`choose` of two."""
         return self.runs_on(device) and self.refusal(call) is None
 
 
 class Choice(NamedTuple):
-    """The path that takes a call.
+    """The variant that serves a call.
 
     Attributes:
         path: its name.
-        refused: the paths before it, each with what it needs and does not find.
+        refused: the variants before it, each with the condition that does not hold.
     """
 
     path: str
@@ -88,7 +88,7 @@ class Choice(NamedTuple):
 
 
 def choose(paths: Sequence[Path], device: torch.device, call: Any) -> Choice:
-    """The first of ``paths`` that takes ``call`` on ``device``; the last one takes any."""
+    """The first of ``paths`` that supports ``call`` on ``device``; the last one supports any."""
     refused = ()
     for path in paths:
         why = path.refusal(call) if path.runs_on(device) else path.device
@@ -99,7 +99,7 @@ def choose(paths: Sequence[Path], device: torch.device, call: Any) -> Choice:
 
 
 def table(paths: Sequence[Path], device: torch.device) -> dict[str, str]:
-    """The paths that run on ``device``, in their order, with what each takes, in words."""
+    """The variants that run on ``device``, in their order, with what each supports, in words."""
     return {path.name: path.text for path in paths if path.runs_on(device)}
 
 

@@ -20,7 +20,7 @@ def select_rows(
     threshold: float,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The row at each new place, ``[C]``, and the new place of each row, ``[N]``, -1 for none; and
+    """The row at each new index, ``[C]``, and the new index of each row, ``[N]``, -1 for none; and
     the new offsets, ``[B + 1]``, up to ``capacity``.
     """
     lowest, first, counts = _find_cuts(rows, keep, num_segments, limit, threshold)
@@ -75,7 +75,7 @@ def _find_cuts(
 def _place_rows(
     rows: ScoredRows, lowest: Tensor, first: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """The row at each new place, ``[C]``, and the new place of each row, ``[N]``; -1 for none."""
+    """The row at each new index, ``[C]``, and the new index of each row, ``[N]``; -1 for none."""
     offsets, scores, segments, num_rows = rows
     numbers = torch.arange(num_rows, device=offsets.device)
     at = JaggedLayout(offsets, num_rows).sample_ids() * first.shape[1]

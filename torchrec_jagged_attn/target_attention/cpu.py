@@ -43,7 +43,7 @@ def backward(
 ) -> TargetGradients:
     """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
 
-    Those of the bias and of the history are made whether they are asked for or not; but that of
+    Those of the bias and of the history are computed whether they are needed or not; but that of
     rows of codes is ``None``.
     """
     if grad_lse is not None:

@@ -88,7 +88,7 @@ def spread_columns(grad_out: Tensor, grad_pooled: Tensor, listing: None) -> None
 def gradient_of_targets(
     grad_u: Tensor, w_k: Tensor, w_q: Tensor, dtype: torch.dtype, target_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of queries and, if it is asked for, of targets."""
+    """Gradients of queries and, if needed, of targets."""
     grad_q = _multiply(grad_u.to(dtype), w_k.to(dtype).mT).flatten(1)
     if target_dtype is None:
         return grad_q, None

@@ -1,7 +1,7 @@
-"""How a call of target attention is computed: which path takes it, and how its work is cut up.
+"""Dispatch of target attention: the kernel variant of a call, and how its work is divided.
 
-The paths, from the fastest to the one that takes any call, for R query rows (targets × heads) of a
-sample:
+The variants, from the fastest to the one that supports any call, for R query rows (targets × heads)
+of a sample:
 
     one_warp     a warp holds all query rows; R up to 8
     warpgroup    four warps share wgmma products, on Hopper; R of 9 to 64, half precision
@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
     Attributes:
         device: of the tensors.
-        backward: whether gradients are asked for, else outputs.
+        backward: whether gradients are computed, else outputs.
         layout: of queries: DENSE, SHARED or JAGGED.
         num_targets: of each sample; 0 where queries are JAGGED.
         num_heads: of a target.
@@ -227,7 +227,7 @@ class Plan:
 
     Attributes:
         call: what the plan is for.
-        choice: the path that takes it, and why not another one.
+        choice: the variant that serves it, and why not another one.
         path: the name of that.
         tiles: compile-time arguments that say how work is cut up.
         listed: whether programs find chunks by a list of slots, and bring their sums together.

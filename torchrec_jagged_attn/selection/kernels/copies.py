@@ -1,4 +1,4 @@
-"""Copies of rows by index, zeros where there is none.
+"""Copies of rows by gather indices, zeros where an index is negative.
 
 With R indices and rows of W bytes, it reads up to R·(8 + W) bytes and writes R·W.
 """
