@@ -14,6 +14,12 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
@@ -39,7 +45,7 @@ from tests.torchrec.two_ranks import (
 from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
 from torchrec_jagged_attn.collection import pooling
 from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
-from torchrec_jagged_attn.modules.owned_rows import _Transfer
+from torchrec_jagged_attn.modules.owned_rows import _Transfer, start_exchange
 
 CPU = torch.device("cpu")
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
@@ -237,6 +243,69 @@ def test_what_is_sent_does_not_depend_on_the_length(tmp_path: Path):
         assert sum(long[False]) - sum(short[False]) == 3 * (50 - 2) * 3
 
 
+def count_by_rank(_: torch.device) -> tuple[list[int], list[list[int]]]:
+    """The ranks that have the table of a target and a history, and how many rows of any exchange
+    are received from each rank, or sent to it.
+    """
+    model = sharded(make_collection(request_time="now", init="mha"), "stay by table")
+    counts: list[list[int]] = []
+    start = _Transfer.start
+
+    def count(self: _Transfer, x: Tensor, *by_rank: list[int], is_grad: bool) -> None:
+        counts.extend(by_rank)
+        start(self, x, *by_rank, is_grad=is_grad)
+
+    with mock.patch.object(_Transfer, "start", count):
+        model(of_length(4)).values().sum().backward()
+    (owners,) = (
+        of.owners for of in model.module.embedding_collections["8"]._exchange.features if of.stays
+    )
+    return owners, counts
+
+
+def test_queries_are_sent_to_owners_alone(tmp_path: Path):
+    ranks = run_ranks(count_by_rank, tmp_path, "gloo")
+    for rank, ((owner,), counts) in enumerate(ranks):
+        assert len(counts) >= 12  # both ways of rows of targets, queries and results
+        assert rank == owner or all(
+            n == 0 for by_rank in counts for other, n in enumerate(by_rank) if other != owner
+        )
+        assert any(by_rank[owner] > 0 for by_rank in counts)
+
+
+def exchange_encoded(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Rows of both dtypes that int8 codecs encode, and their gradients."""
+    codecs = get_qcomm_codecs(QCommsConfig(CommType.INT8, CommType.INT8))
+    results = []
+    for dtype in (torch.float16, torch.float32):
+        rows = torch.linspace(-1, 1, 4 * 32, dtype=torch.float16).view(4, 32).to(dtype)
+        rows.requires_grad_()
+        out = start_exchange(rows, [2, 2], [2, 2], dist.group.WORLD, codecs)()
+        out.square().sum().backward()
+        results.append((out.detach(), rows.grad.half()))
+    return results
+
+
+def test_codecs_take_half_rows(tmp_path: Path):
+    for half, single in run_ranks(exchange_encoded, tmp_path, "gloo"):
+        for of_half, of_single in zip(half, single, strict=True):
+            assert torch.equal(of_half, of_single)
+
+
+def shard_with_codecs_of_several_rows(device: torch.device) -> str:
+    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.INT8, CommType.INT8), device=device)
+    sharder = HistoryEmbeddingCollectionSharder(qcomm_codecs_registry=codecs)
+    with pytest.raises(NotImplementedError) as error:
+        make_sharded(device, ROW_WISE, make("default"), sharder=sharder)
+    return str(error.value)
+
+
+def test_codecs_of_several_rows_are_refused(tmp_path: Path):
+    """They fail on ranks whose number of rows they do not divide, and others wait."""
+    for message in run_ranks(shard_with_codecs_of_several_rows, tmp_path, "gloo"):
+        assert message.startswith("qcomm_codecs_registry must have codecs that divide rows of 8")
+
+
 def record_order(_: torch.device) -> dict[str, list[str]]:
     """What happens one after the other, forward and backward."""
     results = {}
@@ -299,13 +368,17 @@ def test_weights_of_rows_that_are_elsewhere_are_refused(tmp_path: Path):
 
 
 def track_lookups(_: torch.device) -> list[dict[str, list[int]]]:
-    """The ids that this rank looks up, by feature; where rows travel, and where they stay."""
+    """The ids that this rank looks up, by feature, and how often rows are sent; where rows travel,
+    and where they stay.
+    """
     results = []
     for way in ("travel by row", "stay by row"):
         model = sharded(make_collection(request_time="now"), way)
         lookup = model.module.embedding_collections["8"]
         tracked: list[KeyedJaggedTensor] = []
         lookup.register_post_lookup_tracker_fn(lambda ids, *_, to=tracked: to.append(ids))
+        sent: list[int] = []
+        lookup.register_post_odist_tracker_fn(lambda to=sent: to.append(1))
         context = lookup.create_context()
         received = lookup.input_dist(context, of_length(20)).wait().wait()
         lookup.compute_and_output_dist(context, received)
@@ -315,7 +388,8 @@ def track_lookups(_: torch.device) -> list[dict[str, list[int]]]:
         prefetched = prefetch.call_args.kwargs["sparse_features"]
         assert prefetched.keys() == ids.keys()
         assert torch.equal(prefetched.values(), ids.values())
-        results.append({key: ids[key].values().sort().values.tolist() for key in ("item", "hist")})
+        ids = {key: ids[key].values().sort().values.tolist() for key in ("item", "hist")}
+        results.append(ids | {"sent": sent})
     return results
 
 

@@ -73,6 +73,10 @@ def histories_of(collection: nn.Module) -> dict[str, HistoryFeatures]:
     return collection.__dict__.get("_histories", {})
 
 
+def _codecs_of(registry: dict[str, QuantizedCommCodecs] | None) -> QuantizedCommCodecs | None:
+    return (registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
+
+
 class _Rows(LazyAwaitable[dict[str, JaggedTensor]]):
     """Rows that are sent, once they are there, and those that stay."""
 
@@ -120,8 +124,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             ]
         assert self._device is not None
         self._exchange = IdExchange(features, group, self._device)
-        codecs = (self.qcomm_codecs_registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
-        self._codecs: QuantizedCommCodecs | None = codecs
+        self._codecs = _codecs_of(self.qcomm_codecs_registry)
         self._orders: dict[tuple[str, ...], dict[int, tuple[list[int], Tensor]]] = {}
         self._has_uninitialized_input_dist = False
 
@@ -200,14 +203,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         share = 1 / self._env.world_size if get_gradient_division() else 1.0
         layout = _Layout(self._exchange.local, received.rows_of_homes, [*rows])
         of_parts = iter(_Distribute.apply(layout, parts, share, *rows.values()))
-        lengths = received.at_home.lengths().view(len(self._exchange.features), -1).unbind()
-        counts = received.at_home.length_per_key()
-        at_home = {
-            of.name: (of_samples, count)
-            for of, of_samples, count in zip(self._exchange.features, lengths, counts, strict=True)
-        }
         sent = [
-            self._send_back(received, at_home, of_group, order, next(of_parts))
+            self._send_back(received, of_group, order, next(of_parts))
             for of_group, order in zip(self._exchange.groups, received.orders, strict=True)
         ]
         for of in staying:
@@ -216,15 +213,17 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 *received.owned[of.name],
                 rows_per_home=[counts.get(of.name, 0) for counts in received.rows_of_homes],
                 samples_per_home=received.samples_of_homes,
+                owners=of.owners,
                 group=self._group,
             )
-            here[of.name] = RemoteHistory(*at_home[of.name], owned)
+            here[of.name] = RemoteHistory(*received.at_home[of.name], owned)
+        if self.post_odist_tracker_fn is not None:
+            self.post_odist_tracker_fn()
         return _Rows(here, sent)
 
     def _send_back(
         self,
         received: Received,
-        at_home: dict[str, tuple[Tensor, int]],
         of_group: list[Feature],
         order: Tensor | None,
         rows: Tensor,
@@ -238,9 +237,10 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         codecs = self._codecs if of_group[0].history is None else None
         get_rows = start_exchange(rows, from_owners, to_homes, self._group, codecs)
 
+        lengths, counts = zip(*(received.at_home[name] for name in names), strict=True)
+
         def wait() -> dict[str, JaggedTensor]:
             values = get_rows() if order is None else _Permute.apply(get_rows(), order)
-            lengths, counts = zip(*(at_home[name] for name in names), strict=True)
             return {
                 name: JaggedTensor(x, lengths=of_samples)
                 for name, x, of_samples in zip(names, values.split(counts), lengths, strict=True)
@@ -354,7 +354,8 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             they are sent, queries and results are not encoded.
 
     Raises:
-        NotImplementedError: a table of histories is sharded by column.
+        NotImplementedError: a table of histories is sharded by column, or codecs encode several
+            rows together.
     """
 
     def __init__(
@@ -390,6 +391,7 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
                     f"{config.use_virtual_table} and total_num_buckets="
                     f"{config.total_num_buckets}: use EmbeddingCollectionSharder"
                 )
+        _check_codecs(self.qcomm_codecs_registry, module.embedding_dim())
         return ShardedHistoryEmbeddingCollection(
             module,
             params,
@@ -403,3 +405,19 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Those that a planner may choose from."""
         return list(SHARDING_TYPES)
+
+
+def _check_codecs(registry: dict[str, QuantizedCommCodecs] | None, width: int) -> None:
+    """Codecs must encode single rows: of some numbers of rows, they would fail on one rank alone,
+    for which the others would wait.
+    """
+    codecs = _codecs_of(registry)
+    for codec in (codecs.forward, codecs.backward) if codecs else ():
+        try:
+            codec.calc_quantized_size(width, codec.create_context())
+        except (AssertionError, RuntimeError) as error:
+            raise NotImplementedError(
+                f"qcomm_codecs_registry must have codecs that divide rows of {width} columns "
+                f"evenly with HistoryEmbeddingCollectionSharder, got one for which {error}: use "
+                "FP16 or BF16"
+            ) from error

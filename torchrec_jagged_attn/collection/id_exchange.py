@@ -88,7 +88,7 @@ class OwnedIds(NamedTuple):
     """What a rank has received of a history of all homes, besides ids.
 
     Attributes:
-        lengths: ``[S]`` int64, of the samples of all homes.
+        lengths: ``[S]`` int64, of the samples of all homes; ``[0]`` if it is no owner.
         positions: ``[N']`` int64, of each row in its whole history, where -1 is the newest.
         ages: ``[N']`` int64, or None.
         prior_weights: ``[N']``, or None.
@@ -104,17 +104,17 @@ class Received(NamedTuple):
     """What a rank has, as home and as owner, once ids are exchanged.
 
     Attributes:
-        at_home: the features of this rank's batch, in the order of ``IdExchange.features``.
-        orders: of each of ``IdExchange.groups``, where the rows that come back for ``at_home`` lie;
-            None if they are in order.
+        at_home: lengths ``[S]`` of this rank's samples, and their sum, by the names of features.
+        orders: of each of ``IdExchange.groups``, where the rows that come back to this rank's
+            samples lie; None if they are in order.
         ids: that each lookup looks up; in ``[features, homes]``, as ``stride=1``.
         owned: by the names of histories that stay.
-        rows_of_owners: how many rows of ``at_home`` are of which owner and feature.
+        rows_of_owners: how many rows of this rank's samples are of which owner and feature.
         rows_of_homes: how many rows this rank has of which home and feature.
         samples_of_homes: how many samples each home has.
     """
 
-    at_home: KeyedJaggedTensor
+    at_home: dict[str, tuple[Tensor, int]]
     orders: list[Tensor | None]
     ids: dict[int, KeyedJaggedTensor]
     owned: dict[str, OwnedIds]
@@ -124,9 +124,10 @@ class Received(NamedTuple):
 
     def record_stream(self, stream: Any) -> None:
         """As of tensors: for a pipeline, that takes this for a KeyedJaggedTensor."""
-        for features in (self.at_home, *self.ids.values()):
-            features.record_stream(stream)
-        for x in (*self.orders, *itertools.chain(*self.owned.values())):
+        for ids in self.ids.values():
+            ids.record_stream(stream)
+        at_home = (lengths for lengths, _ in self.at_home.values())
+        for x in (*at_home, *self.orders, *itertools.chain(*self.owned.values())):
             if x is not None:
                 x.record_stream(stream)
 
@@ -210,9 +211,12 @@ class IdExchange:
         counts = None
         if self._has_positions:
             counts = ends.diff().int().view(num_blocks, num_samples)[self._staying_blocks]
+        of_features = features.lengths().view(len(self.features), num_samples)
+        at_home = zip(of_features, features.length_per_key(), strict=True)
         return _Sizes(
             self,
-            features,
+            num_samples,
+            dict(zip(features.keys(), at_home, strict=True)),
             [self._order(of_group, features, key) for of_group in self.groups],
             of_blocks,
             sizes,
@@ -308,29 +312,27 @@ class IdExchange:
             for of in self.features:
                 if of.history is None or not of.stays:
                     continue
-                if of.name not in staying:  # this rank has no part of the table
-                    none, empty = lengths.new_zeros(sum(samples)).long(), columns.new_empty(0)
-                    pieces = [[empty] for _ in of_columns]
-                else:
-                    at = staying.index(of.name)
-                    none = torch.cat(of_samples[at :: len(staying)]).long()
-                    pieces = [column[of.name] for column in of_columns]
+                nothing = [columns.new_empty(0)]  # unless this rank has a part of the table
+                pieces = [column.get(of.name, nothing) for column in of_columns]
+                counts = nothing
+                if of.name in staying:
+                    counts = of_samples[staying.index(of.name) :: len(staying)]
                 has_ages, has_weights = of.history.has_ages, of.history.has_weights
                 owned[of.name] = OwnedIds(
-                    none,
+                    torch.cat(counts).long(),
                     positions=torch.cat(pieces[1]),
                     ages=torch.cat(pieces[2]) if has_ages else None,
                     prior_weights=torch.cat(pieces[-1]).view(torch.float64).float()
                     if has_weights
                     else None,
                 )
-        counts = iter(of_blocks)
+        of_ranks = iter(of_blocks)
         return Received(
-            sizes.features,
+            sizes.at_home,
             sizes.orders,
             ids,
             owned,
-            [{of.name: next(counts) for of in of_rank} for of_rank in self._of_ranks],
+            [{of.name: next(of_ranks) for of in of_rank} for of_rank in self._of_ranks],
             rows_of_homes,
             samples,
         )
@@ -371,7 +373,8 @@ class _Sizes(Awaitable["_Ids"]):
     def __init__(
         self,
         exchange: IdExchange,
-        features: KeyedJaggedTensor,
+        num_samples: int,
+        at_home: dict[str, tuple[Tensor, int]],
         orders: list[Tensor | None],
         of_blocks: Tensor,
         sizes: Tensor,
@@ -379,7 +382,8 @@ class _Sizes(Awaitable["_Ids"]):
         columns: Tensor,
     ) -> None:
         super().__init__()
-        self.exchange, self.features, self.orders = exchange, features, orders
+        self.exchange, self.num_samples = exchange, num_samples
+        self.at_home, self.orders = at_home, orders
         self.of_blocks, self.lengths, self.columns = of_blocks, lengths, columns
         group = exchange.group
         sent = exchange.sizes_per_rank
@@ -411,11 +415,11 @@ class _Ids(Awaitable[Received]):
         self._works = [work]
         self._lengths = None
         if sizes.lengths is not None:
-            num_samples, own = sizes.features.stride(), sum(of.stays for of in exchange.local)
+            own = sum(of.stays for of in exchange.local)
             self._lengths, work = self._start(
                 sizes.lengths.flatten(),
                 [x[-1] * own for x in of_homes],
-                [num_samples * n for n in exchange.staying_per_rank],
+                [sizes.num_samples * n for n in exchange.staying_per_rank],
             )
             self._works.append(work)
 

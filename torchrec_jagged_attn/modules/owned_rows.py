@@ -45,6 +45,7 @@ class OwnedRows(NamedTuple):
         prior_weights: ``[N']``, or None.
         rows_per_home: how many of the rows each home's samples have.
         samples_per_home: how many samples each home has.
+        owners: the ranks that have rows of the table. Others have no sample here.
         group: of the ranks.
     """
 
@@ -55,11 +56,12 @@ class OwnedRows(NamedTuple):
     prior_weights: Tensor | None
     rows_per_home: list[int]
     samples_per_home: list[int]
+    owners: list[int]
     group: dist.ProcessGroup
 
-    def of_homes(self) -> Iterator[OwnedRows]:
-        """Those of each home."""
-        rows, samples = self.rows_per_home, self.samples_per_home
+    def of_homes(self, samples: list[int]) -> Iterator[OwnedRows]:
+        """Those of each home, of which this owner has so many ``samples``."""
+        rows = self.rows_per_home
         sizes = rows, samples, rows, rows, rows
         split = (_split(x, of_x) for x, of_x in zip(self[:5], sizes, strict=True))
         return (OwnedRows(*x, *self[5:]) for x in zip(*split, strict=True))  # pyright: ignore
@@ -99,7 +101,7 @@ class _Transfer:
         if self._codecs is not None:
             codec = self._codecs.backward if is_grad else self._codecs.forward
             context, width = codec.create_context(), self._shape.numel()
-            x = codec.encode(x.flatten(), context)
+            x = codec.encode(x.flatten().float(), context)  # int8 codecs misread other dtypes
             received, sent = (
                 [codec.calc_quantized_size(n * width, context) for n in counts]
                 for counts in (received, sent)
@@ -167,23 +169,32 @@ class _Homes(NamedTuple):
     """How many rows of something each home has, such as samples or queries."""
 
     counts: list[int]
-    rank: int
+    owners: list[int]
     group: dist.ProcessGroup
 
     @property
     def own(self) -> int:
-        return self.counts[self.rank]
+        return self.counts[self.group.rank()]
+
+    @property
+    def here(self) -> list[int]:
+        """Those that this rank receives from each home: none, unless it is an owner."""
+        return self.counts if self.group.rank() in self.owners else [0] * len(self.counts)
+
+    @property
+    def per_rank(self) -> list[int]:
+        """Those that this home sends to each rank."""
+        return [self.own if rank in self.owners else 0 for rank in range(len(self.counts))]
 
     def to_owners(self, x: Tensor) -> Callable[[], Tensor]:
-        """``[own, …]`` of this home to all owners: ``[sum of counts, …]``, of all homes."""
-        copies = x.expand(len(self.counts), *x.shape).flatten(0, 1)
-        return start_exchange(copies, self.counts, [self.own] * len(self.counts), self.group)
+        """``[own, …]`` of this home to all owners: ``[sum of here, …]``, of all homes."""
+        copies = x.expand(len(self.owners), *x.shape).flatten(0, 1)
+        return start_exchange(copies, self.here, self.per_rank, self.group)
 
     def from_owners(self, x: Tensor) -> Tensor:
-        """The way back: ``[ranks, own, …]``, what each owner made for this home."""
-        received = [self.own] * len(self.counts)
-        out = start_exchange(x, received, self.counts, self.group)()
-        return out.view(len(received), self.own, *x.shape[1:])
+        """The way back: ``[owners, own, …]``, what each owner made for this home."""
+        out = start_exchange(x, self.per_rank, self.here, self.group)()
+        return out.view(len(self.owners), self.own, *x.shape[1:])
 
 
 class _Attention(LazyAwaitable[Tensor]):
@@ -247,8 +258,7 @@ def _attend_in_steps(
 ) -> Iterator[Tensor]:
     """See :func:`attend_at_owners`: yields once when queries are sent, and then the output."""
     owned, num_queries = history.owned, query.shape[0]
-    rank = dist.get_rank(owned.group)
-    samples = queries = _Homes(owned.samples_per_home, rank, owned.group)
+    samples = queries = _Homes(owned.samples_per_home, owned.owners, owned.group)
     missing = samples.own - history.lengths().shape[0]  # one, where there is no sample
     drops = options.row_drops, options.weight_drops
     counts = ends = None
@@ -257,7 +267,7 @@ def _attend_in_steps(
         query = F.pad(query, (0, 0, 0, missing)) if missing else query
     else:
         counts = samples.to_owners(F.pad(query_offsets.diff().long(), (0, missing)))()
-        queries = _Homes(_gather_counts(query, owned.group), rank, owned.group)
+        queries = _Homes(_gather_counts(query, owned.group), owned.owners, owned.group)
     if any(drops):
         ends = samples.to_owners(F.pad(history.offsets()[1:].long(), (0, missing)))()
         seeds = _gather_seeds(drops, owned)
@@ -276,10 +286,10 @@ def _attend_in_steps(
             pooled, lse = attend(u, counts, owned)
         else:  # by home, since each has its own seeds
             of_homes = zip(
-                u.split(queries.counts),
-                _split(counts, samples.counts),
-                owned.of_homes(),
-                ends.split(samples.counts),
+                u.split(queries.here),
+                _split(counts, samples.here),
+                owned.of_homes(samples.here),
+                ends.split(samples.here),
                 seeds,
                 strict=True,
             )
