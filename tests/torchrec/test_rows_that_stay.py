@@ -417,3 +417,18 @@ def test_ids_out_of_range_are_looked_up_as_the_first_row_of_an_owner(tmp_path: P
     lengths, rows = ranks[1]
     assert lengths[0] == 4
     assert torch.equal(rows[:4], make_collection().state_dict()[TABLE][25].expand(4, 8))
+
+
+def sort_too_many(_: torch.device) -> str:
+    """The error of more samples, features and ranks than int32 numbers."""
+    model = sharded(make_collection(), "stay by row")
+    exchange = model.module.embedding_collections["8"]._exchange
+    exchange._blocks = range(2**30)
+    with pytest.raises(ValueError, match="at most") as error:
+        exchange.start(of_length(4))
+    return str(error.value)
+
+
+def test_keys_that_int32_does_not_hold_are_refused(tmp_path: Path):
+    for message in run_ranks(sort_too_many, tmp_path, "gloo"):
+        assert message.startswith("features must have at most 1 samples")

@@ -25,6 +25,7 @@ __all__ = ["Feature", "HistoryFeatures", "IdExchange", "OwnedIds", "Received"]
 
 LARGEST = torch.iinfo(torch.int64).max
 LARGEST_ID = LARGEST // 2
+LARGEST_KEY = torch.iinfo(torch.int32).max
 
 
 class HistoryFeatures(NamedTuple):
@@ -190,9 +191,18 @@ class IdExchange:
         self.staying_per_rank = [sum(of.stays for of in of_rank) for of_rank in self._of_ranks]
 
     def start(self, batch: KeyedJaggedTensor) -> _Sizes:
-        """Sort the ids of the features of a ``batch``, and send how many there are."""
+        """Sort the ids of the features of a ``batch``, and send how many there are.
+
+        Raises:
+            ValueError: samples times features times ranks exceed int32.
+        """
         features = self._select(batch)
         num_samples, num_blocks = features.stride(), len(self._blocks)
+        if num_samples * num_blocks > LARGEST_KEY:  # PyTorch would wrap around
+            raise ValueError(
+                f"features must have at most {LARGEST_KEY // num_blocks} samples with "
+                f"HistoryEmbeddingCollectionSharder, got {num_samples}"
+            )
         lengths = features.lengths().int()
         cell = torch.repeat_interleave(lengths, output_size=features.values().numel())
         feature = cell // num_samples
