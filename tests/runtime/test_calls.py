@@ -656,9 +656,9 @@ def test_rows_that_stay(value_projection, group, device, monkeypatch, programs):
     for num_targets, lengths in (([2, 0, 1], [3, 0, 5]), ([1, 3, 2, 1], [1, 9, 2, 30])):
         rows = draw(sum(lengths), width, device=device)
         of_rows = torch.tensor(lengths, device=device)
-        places = torch.cat([torch.arange(-n, 0, device=device) for n in lengths])
+        positions = torch.cat([torch.arange(-n, 0, device=device) for n in lengths])
         counts = [sum(lengths)], [len(lengths)]
-        owned = OwnedRows(rows, of_rows, places, None, None, *counts, group)
+        owned = OwnedRows(rows, of_rows, positions, None, None, *counts, [0], group)
         target = JaggedTensor(
             draw(sum(num_targets), width, device=device), offsets=offsets_of(num_targets, device)
         )
