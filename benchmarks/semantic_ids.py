@@ -43,7 +43,7 @@ class Kept(NamedTuple):
     Attributes:
         stored: tensors of ``N`` rows each, whose bytes count.
         shared: those that all rows need.
-        rows: ``[N, D]`` as they come back.
+        rows: ``[N, D]`` as decoded.
     """
 
     stored: list[Tensor]

@@ -54,7 +54,7 @@ def _by_head(
 
 
 def need_cuda(x: Inputs) -> None:
-    """Raise UnavailableError where there is none."""
+    """Raise UnavailableError on a CPU."""
     if x.offsets.device.type != "cuda":
         raise UnavailableError("needs CUDA")
 

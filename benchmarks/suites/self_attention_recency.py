@@ -1,6 +1,6 @@
 """``jagged_flash_attention`` with a learned bias by the distance of two rows, and its gradient.
 
-It is what ``JaggedSelfAttention`` calls unless told otherwise. No varlen attention takes such a
+It is what ``JaggedSelfAttention`` calls by default. No varlen attention takes such a
 bias: those are timed without, as ``*-unbiased``, and ours, too, to see what it costs.
 """
 

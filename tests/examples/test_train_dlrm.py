@@ -150,7 +150,7 @@ def archive_of(directory) -> bytes:
 
 
 def serve(monkeypatch, content: bytes) -> list[str]:
-    """Let every download receive ``content``; returns the addresses asked for, as they come."""
+    """Let every download receive ``content``; returns the requested addresses in order."""
     asked = []
 
     def urlopen(url, timeout):

@@ -457,7 +457,7 @@ def test_relative_bias_of_far_keys(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7)])
 def test_log_sum_exps(causal, window, dtype, device):
-    """Which merge attention over parts of the keys; minus infinity where there is none."""
+    """Which merge attention over parts of the keys; minus infinity without keys."""
     inputs = inputs_of([3, 40, 70, 0, 2], [5, 40, 100, 4, 0], device, dtype, bias=True)
     options = {"causal": causal, "window": window}
     _, lse = jagged_flash_attention(**inputs, **options, return_lse=True)

@@ -1,4 +1,4 @@
-"""Weights of ``JaggedTargetAttention``, to be looked at."""
+"""Weights of ``JaggedTargetAttention``."""
 
 import pytest
 import torch

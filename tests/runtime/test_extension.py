@@ -151,7 +151,7 @@ def test_a_built_library_that_does_not_load(tmp_path):
 
 
 def test_is_imported_under_a_fake_mode():
-    """Where a tensor that is made is none, and has no values."""
+    """Where new tensors are fake and have no values."""
     lines = (
         "from torch._subclasses import FakeTensorMode",
         "with FakeTensorMode(): import torchrec_jagged_attn",

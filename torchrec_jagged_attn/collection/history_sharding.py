@@ -236,7 +236,6 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         )
         codecs = self._codecs if of_group[0].history is None else None
         get_rows = start_exchange(rows, from_owners, to_homes, self._group, codecs)
-
         lengths, counts = zip(*(received.at_home[name] for name in names), strict=True)
 
         def wait() -> dict[str, JaggedTensor]:

@@ -395,11 +395,9 @@ class _Sizes(Awaitable["_Ids"]):
         self.exchange, self.num_samples = exchange, num_samples
         self.at_home, self.orders = at_home, orders
         self.of_blocks, self.lengths, self.columns = of_blocks, lengths, columns
-        group = exchange.group
-        sent = exchange.sizes_per_rank
+        group, sent = exchange.group, exchange.sizes_per_rank
         received = [len(exchange.local) + 1] * group.size()
         self._received = sizes.new_empty(sum(received))
-        self._sent = sizes
         self._work: Any = dist.all_to_all_single(
             self._received, sizes, received, sent, group=group, async_op=True
         )

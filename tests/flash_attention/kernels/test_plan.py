@@ -1,4 +1,4 @@
-"""Which kernels take a call, and the tiles they get."""
+"""Which kernels serve a call, and their tile sizes."""
 
 import pytest
 import torch

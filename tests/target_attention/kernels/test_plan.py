@@ -1,4 +1,4 @@
-"""Which path takes a call of target attention, and why."""
+"""Which path serves a call of target attention, and why."""
 
 import pytest
 import torch
