@@ -65,6 +65,8 @@ def programs(device, monkeypatch):
     monkeypatch.setattr(calls, "record", record)
     monkeypatch.setattr(calls, "DEVICES", {torch.device(device).type})
     monkeypatch.setattr(calls, "ENABLED", True)
+    # Which asks GPU's tensors alone for their device.
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: torch.cuda.device(x.get_device()))
     for module in (checks, layout, interaction_gradients):
         monkeypatch.setattr(module, "should_validate", lambda x: False)
     return recorded

@@ -768,5 +768,5 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 for _name in ("dtype", "device", "is_cpu", "is_cuda", "is_meta", "layout"):
     _HANDLERS[getattr(Tensor, _name).__get__] = _same(_name)
-for _name in ("dim", "element_size"):
+for _name in ("dim", "element_size", "get_device"):  # the last for torch.cuda.device_of
     _HANDLERS[getattr(Tensor, _name)] = _same(_name)
