@@ -107,6 +107,7 @@ def as_tensor_dict(features: KeyedJaggedTensor) -> TensorDict:
 
 
 def sharded(
+    device: torch.device,
     collection: nn.Module,
     way: str = "travel",
     pooled: ShardingType = ShardingType.TABLE_WISE,
@@ -115,34 +116,32 @@ def sharded(
     """By table, of two ranks, one has the attended table, and the other the pooled one."""
     sharding, sharder = WAYS[way]
     state = {name: value.clone() for name, value in collection.state_dict().items()}
-    optimize_tables(collection)
+    optimize_tables(collection.to(device))
     sharders = [
         sharder(fused_params=dict(fused_params)),
         EmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
     ]
     ranks = dist.get_world_size()
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=ranks, local_world_size=ranks, compute_device="cpu"),
+        topology=Topology(world_size=ranks, local_world_size=ranks, compute_device=device.type),
         constraints={
             name: ParameterConstraints(sharding_types=[of_table.value], min_partition=1)
             for name, of_table in (("t_item", sharding), ("t_hist", sharding), ("t_user", pooled))
         },
     )
     plan = planner.collective_plan(collection, sharders, dist.group.WORLD)
-    model = DistributedModelParallel(
-        collection, device=torch.device("cpu"), plan=plan, sharders=sharders
-    )
+    model = DistributedModelParallel(collection, device=device, plan=plan, sharders=sharders)
     load(model, state)
     return model
 
 
-def losses_of_half(_: torch.device, way: str = "travel") -> Tensor:
+def losses_of_half(device: torch.device, way: str = "travel") -> Tensor:
     """Of each step, where all ranks have one batch."""
-    model = sharded(make_collection(), way, output_dtype=SparseType.FP16)
+    model = sharded(device, make_collection(), way, output_dtype=SparseType.FP16)
     optimizer, losses = dense_optimizer(model), []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = model(make_batch(3)).values().float().square().sum()
+        loss = model(make_batch(3).to(device)).values().float().square().sum()
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -161,50 +160,51 @@ class Loss(nn.Module):
         return pooled.square().sum(), pooled.detach()
 
 
-def pipelined(way: str, sizes: list[tuple[int, int]]) -> list[tuple[int, ...]]:
+def pipelined(
+    device: torch.device, way: str, sizes: list[tuple[int, int]]
+) -> list[tuple[int, ...]]:
     """The shapes that this rank puts out in a training pipeline."""
-    model = sharded(Loss(make_collection(**OPTIONS["requests"])), way)
-    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), torch.device("cpu"))
+    model = sharded(device, Loss(make_collection(**OPTIONS["requests"])), way)
+    pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), device)
     batches = iter([make_batch(of_ranks[dist.get_rank()]) for of_ranks in sizes])
     shapes = [tuple(pipeline.progress(batches).shape) for _ in sizes]
     assert len(pipeline._pipelined_modules) == 2
     return shapes
 
 
-def results(_: torch.device) -> dict[str, dict[str, Tensor]]:
+def results(device: torch.device) -> dict[str, dict[str, Tensor]]:
     """What this rank puts out, for each way and case."""
     rank = dist.get_rank()
     results: dict[str, dict[str, Tensor]] = {}
     for way in WAYS:
         outputs = results[way] = {}
         for name, options in OPTIONS.items():
-            model = sharded(make_collection(**options), way)
+            model = sharded(device, make_collection(**options), way)
             for sizes in ((3, 0), (0, 2), (0, 0), (3, 3)):
-                out = model(make_batch(sizes[rank])).values()
+                out = model(make_batch(sizes[rank]).to(device)).values()
                 out.square().sum().backward()
                 outputs[f"{name} {sizes}"] = out.detach()
                 load(model, make_collection(**options).state_dict())
-            assert model.module.device == torch.device("cpu")
-            out = model(as_tensor_dict(make_batch(3))).values()
+            assert model.module.device == device
+            out = model(as_tensor_dict(make_batch(3).to(device))).values()
             out.square().sum().backward()
             outputs[f"{name} tensordict"] = out.detach()
         for sizes in ((3, 0), (0, 2)):
-            model = sharded(make_collection(**DROPPED), way)
+            model = sharded(device, make_collection(**DROPPED), way)
             torch.manual_seed(rank)
-            out = model(make_batch(sizes[rank])).values()
+            out = model(make_batch(sizes[rank]).to(device)).values()
             out.square().sum().backward()
             outputs[f"dropped {sizes}"] = out.detach()
-        outputs["half"] = losses_of_half(_, way)
-        outputs["pipelined"] = torch.tensor(pipelined(way, PIPELINED))
+        outputs["pipelined"] = torch.tensor(pipelined(device, way, PIPELINED))
     return results
 
 
 OnRanks = list[dict[str, dict[str, Tensor]]]
 
 
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
-    return run_ranks(results, tmp_path_factory.mktemp("ranks"), "gloo")
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def on_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
+    return run_ranks(results, tmp_path_factory.mktemp("ranks"), request.param)
 
 
 @functools.cache
@@ -246,12 +246,12 @@ def test_a_tensordict_is_taken(on_ranks: OnRanks, name: str, way: str):
     assert torch.equal(alone.values(), expected(name, 3))
 
 
-def test_half_lookups_where_ranks_have_no_table(on_ranks: OnRanks, tmp_path):
-    (of_one,) = run_ranks(losses_of_half, tmp_path, "gloo", ranks=1)
+@pytest.mark.parametrize("way", WAYS)
+def test_half_lookups_where_ranks_have_no_table(backend: str, way: str, tmp_path):
+    (of_one,) = run_ranks(losses_of_half, tmp_path, backend, ranks=1)
     assert of_one[0] > of_one[2]
-    for outputs in on_ranks:
-        for way in WAYS:
-            assert_same_run(outputs[way]["half"], of_one, num_steps=None, dtype=torch.float16)
+    for of_rank in run_ranks(losses_of_half, tmp_path, backend, way):
+        assert_same_run(of_rank, of_one, num_steps=None, dtype=torch.float16)
 
 
 FEW = [
@@ -267,16 +267,18 @@ def of_four_ranks(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]
     results = []
     for options in FEW:
         # FBGEMM takes no lookup on CPU all of whose tables are empty.
-        model = sharded(make_collection(**options), "stay by row", ShardingType.ROW_WISE)
-        optimizer, batch = dense_optimizer(model), make_batch(dist.get_rank(), num_ids=3)
+        collection = make_collection(**options)
+        model = sharded(device, collection, "stay by row", ShardingType.ROW_WISE)
+        optimizer = dense_optimizer(model)
+        batch = make_batch(dist.get_rank(), num_ids=3).to(device)
         model(batch).values().square().sum().backward()
         optimizer.step()
         results.append((model(batch).values().detach(), full_state_dict(model, device)))
     return results
 
 
-def test_four_ranks_of_which_some_have_no_row(tmp_path):
-    ranks = run_ranks(of_four_ranks, tmp_path, "gloo", ranks=4)
+def test_four_ranks_of_which_some_have_no_row(backend: str, tmp_path):
+    ranks = run_ranks(of_four_ranks, tmp_path, backend, ranks=4)
     for at, options in enumerate(FEW):
         model = make_collection(**options)
         batches = [make_batch(rank, num_ids=3) for rank in range(4)]
@@ -332,12 +334,12 @@ AGED = [
 ]
 
 
-def of_ages(_: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
+def of_ages(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """What this rank puts out, and gradients of the attention."""
     results = []
     for dtype, options in AGED:
-        model = sharded(make_aged(**options), "stay by row")
-        out = model(make_events(dist.get_rank(), dtype)).values()
+        model = sharded(device, make_aged(**options), "stay by row")
+        out = model(make_events(dist.get_rank(), dtype).to(device)).values()
         out.square().sum().backward()
         grads = {
             name: parameter.grad
@@ -348,8 +350,8 @@ def of_ages(_: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
     return results
 
 
-def test_ages_are_those_of_one_rank(tmp_path):
-    ranks = run_ranks(of_ages, tmp_path, "gloo")
+def test_ages_are_those_of_one_rank(backend: str, tmp_path):
+    ranks = run_ranks(of_ages, tmp_path, backend)
     for at, (dtype, options) in enumerate(AGED):
         model = make_aged(**options)
         outs = [model(make_events(rank, dtype)).values() for rank in range(len(ranks))]
