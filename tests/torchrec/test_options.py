@@ -393,6 +393,9 @@ REFUSED = {
         "stay, bf16 tables": "not implemented for 'BFloat16'",
     },
     "nccl": {
+        # TorchRec 1.6 cannot make a JaggedTensor without lengths, as PyTorch's pytrees do.
+        "activation checkpointing": "Must provide lengths or offsets",
+        "stay, activation checkpointing": "Must provide lengths or offsets",
         "bf16 tables": "cache_precision bf16 not supported",
         "stay, bf16 tables": "cache_precision bf16 not supported",
         # Ours, or FBGEMM's since 1.6.
