@@ -65,9 +65,9 @@ def assert_selected(selected, rows, counts):
     assert torch.equal(selected.rows.cpu(), rows)
     assert torch.equal(selected.offsets.diff().cpu().long(), counts)
     assert int(selected.offsets[0]) == 0
-    places = torch.full(selected.places.shape, -1)
-    places[rows] = torch.arange(len(rows))
-    assert torch.equal(selected.places.cpu(), places)
+    inverse = torch.full(selected.inverse_indices.shape, -1)
+    inverse[rows] = torch.arange(len(rows))
+    assert torch.equal(selected.inverse_indices.cpu(), inverse)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_rows_beyond_the_room_are_lost():
     selected = select_rows(offsets, scores, keep=2, capacity=3)
     assert selected.rows.tolist() == [1, 2, 4]
     assert selected.offsets.tolist() == [0, 2, 3]
-    assert selected.places.tolist() == [-1, 0, 1, -1, 2, -1]
+    assert selected.inverse_indices.tolist() == [-1, 0, 1, -1, 2, -1]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 0), (2, 700)], ids=str)

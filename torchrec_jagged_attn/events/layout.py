@@ -169,7 +169,7 @@ class Events:
         )  # fmt: skip
         old = self.attributes
         # All ids of an event that is kept, none of another.
-        limits = torch.where(selected.places >= 0, 2**31 - 1, 0).repeat(len(old.keys()))
+        limits = torch.where(selected.inverse_indices >= 0, 2**31 - 1, 0).repeat(len(old.keys()))
         ids = select_rows(old.offsets(), num_rows=old.values().numel(), keep=limits)
         weights = old.weights_or_none()
         lengths = old.lengths().view(len(old.keys()), self.num_events)[:, selected.rows]

@@ -46,12 +46,12 @@ class SelectedRows(NamedTuple):
 
     Attributes:
         rows: ``[C]`` int64: the row at each new index; -1 from ``offsets[B]`` on.
-        places: ``[N]`` int64: the new index of each row; -1 of removed rows.
-        offsets: ``[B + 1]``, of the rows that were kept, in the dtype of those before.
+        inverse_indices: ``[N]`` int64: the new index of each row; -1 of removed rows.
+        offsets: ``[B + 1]``, of the rows that were kept, in the dtype of the given offsets.
     """
 
     rows: Tensor
-    places: Tensor
+    inverse_indices: Tensor
     offsets: Tensor
 
 
@@ -65,7 +65,7 @@ def select_rows(
     segments: Tensor | None = None,
     capacity: int | None = None,
 ) -> SelectedRows:
-    r"""Find the rows of each sample with its highest scores, in the order that they have.
+    r"""Find the rows of each sample with its highest scores, in their order.
 
     A row is kept if its score is at least ``threshold`` and among the ``keep`` highest of its
     sample (and segment); of equal scores, newer rows are kept first. Rows whose score is NaN are
@@ -104,7 +104,7 @@ def select_rows(
         tensor([1, 3, 4])
         >>> selected.offsets
         tensor([0, 2, 3])
-        >>> selected.places
+        >>> selected.inverse_indices
         tensor([-1,  0, -1,  1,  2])
     """
     num_rows = _check_rows(offsets, scores, segments, num_rows, threshold)
@@ -113,7 +113,7 @@ def select_rows(
         capacity = check_int(capacity, "capacity", 0, "an int or None")
     validates = should_validate(offsets)
     room = num_rows if capacity is None else capacity
-    rows, places, new_offsets = call_selected_rows(
+    rows, inverse, new_offsets = call_selected_rows(
         offsets, scores, segments, limits, num_rows, max(room, num_rows) if validates else room,
         num_segments, limit, -torch.inf if threshold is None else float(threshold),
     )  # fmt: skip
@@ -122,7 +122,7 @@ def select_rows(
     elif validates:
         _check_capacity(capacity, new_offsets)
         rows = rows[:capacity]
-    return SelectedRows(rows, places, new_offsets)
+    return SelectedRows(rows, inverse, new_offsets)
 
 
 def take_rows(x: Tensor, selected: SelectedRows) -> Tensor:
@@ -154,13 +154,13 @@ def take_rows(x: Tensor, selected: SelectedRows) -> Tensor:
         )
     if not isinstance(selected, SelectedRows):
         raise TypeError(f"selected must be SelectedRows, got a {type(selected).__name__}")
-    num_rows = selected.places.shape[0]
+    num_rows = selected.inverse_indices.shape[0]
     if x.dim() == 0 or x.shape[0] != num_rows:
         raise ValueError(f"x must have shape [N, …] with N = {num_rows}, got {list(x.shape)}")
-    check_same(selected.places, "selected", dtype=False, x=x)
-    of_row = x.shape[1:]
-    out = call_copy_rows(x.reshape(num_rows, math.prod(of_row)), selected.rows, selected.places)
-    return out.view(selected.rows.shape[0], *of_row)
+    check_same(selected.rows, "selected", dtype=False, x=x)
+    flat, row_shape = x.reshape(num_rows, math.prod(x.shape[1:])), x.shape[1:]
+    out = call_copy_rows(flat, selected.rows, selected.inverse_indices)
+    return out.view(selected.rows.shape[0], *row_shape)
 
 
 def check_threshold(threshold: object) -> None:
@@ -180,7 +180,7 @@ def _check_rows(
     num_rows: int | None,
     threshold: float | None,
 ) -> int:
-    """``N``, which all arguments must agree about."""
+    """``N``, on which all arguments must agree."""
     check_offsets_metadata(offsets)
     implementation(offsets.device)
     check_threshold(threshold)
@@ -227,7 +227,7 @@ def _check_keep(
     if not isinstance(keep, Sequence) or not keep:
         raise TypeError(f"keep must have a number for each segment, got {keep!r}")
     numbers = [check_int(number, "keep", 0, "ints, one for each segment") for number in keep]
-    # Made on the device: a copy from the host would wait.
+    # Created on the device, since a copy from the host would synchronize.
     limits = [torch.full((1, 1), number, device=offsets.device) for number in numbers]
     return torch.cat(limits, 1), len(keep), NO_LIMIT
 
@@ -272,8 +272,8 @@ def _select_rows_fake(
     offsets: Tensor, scores: object, segments: object, keep: object, num_rows: int, capacity: int,
     *others: object,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    rows, places = (offsets.new_empty(size, dtype=torch.int64) for size in (capacity, num_rows))
-    return rows, places, torch.empty_like(offsets)
+    rows, inverse = (offsets.new_empty(size, dtype=torch.int64) for size in (capacity, num_rows))
+    return rows, inverse, torch.empty_like(offsets)
 
 
 selected_rows, call_selected_rows = register_op_without_grad(
@@ -285,7 +285,7 @@ selected_rows, call_selected_rows = register_op_without_grad(
 
 
 class CopiedRows(NamedTuple):
-    """Rows of ``x`` ``[M, D]`` by ``index`` ``[R]``; ``inverse`` ``[M]`` is where each went."""
+    """Rows of ``x [M, D]`` by ``index [R]``; ``inverse [M]`` is the new index of each row."""
 
     x: Tensor
     index: Tensor
@@ -293,13 +293,13 @@ class CopiedRows(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What ``copy_rows`` returns, ``[R, D]``."""
+    """The output of ``copy_rows``, ``[R, D]``."""
 
     out: Tensor
 
 
 class CopyGradients(NamedTuple):
-    """That of ``x``."""
+    """The gradient of ``x``."""
 
     x: Tensor
 
@@ -310,7 +310,7 @@ def _copy(args: CopiedRows) -> Copies:
 
 
 def _copy_back(grad_out: Tensor, args: CopiedRows, *_: object) -> CopyGradients:
-    """The same the other way round."""
+    """The backward is the same gather with the inverse indices."""
     return CopyGradients(*_copy(CopiedRows(grad_out, args.inverse, args.index)))
 
 

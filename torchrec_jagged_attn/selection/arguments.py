@@ -1,4 +1,4 @@
-"""What rows are selected of."""
+"""The record of rows that the selection reads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["ScoredRows"]
 
 
 class ScoredRows(NamedTuple):
-    """Rows that some are selected of: see :func:`select_rows`.
+    """Rows to select from: see :func:`select_rows`.
 
     Attributes:
         offsets: ``[B + 1]``.
-        scores: ``[N]``; ``None`` if all are alike.
-        segments: ``[N]``; ``None`` if all rows of a sample are of one.
+        scores: ``[N]``; ``None`` if all are equal.
+        segments: ``[N]``; ``None`` if each sample is one segment.
         num_rows: ``N``.
     """
 

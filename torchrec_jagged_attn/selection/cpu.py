@@ -25,23 +25,23 @@ def select_rows(
     """
     lowest, first, counts = _find_cuts(rows, keep, num_segments, limit, threshold)
     new_offsets = F.pad(counts.sum(1).cumsum(0), (1, 0)).clamp(max=capacity)
-    return *_place_rows(rows, lowest, first, capacity), new_offsets.to(rows.offsets.dtype)
+    return *_index_rows(rows, lowest, first, capacity), new_offsets.to(rows.offsets.dtype)
 
 
 def copy_rows(x: Tensor, index: Tensor) -> Tensor:
     """``[R, D]``: the rows of ``x [M, D]`` by ``index [R]``, zeros where that is -1."""
-    there = (index >= 0).nonzero().squeeze(1)
-    if there.numel() == index.numel():
+    copied = (index >= 0).nonzero().squeeze(1)
+    if copied.numel() == index.numel():
         return x.index_select(0, index)
     out = x.new_zeros(index.shape[0], x.shape[1])
-    return out.index_copy_(0, there, x.index_select(0, index[there]))
+    return out.index_copy_(0, copied, x.index_select(0, index[copied]))
 
 
 def _find_cuts(
     rows: ScoredRows, keep: Tensor | None, num_segments: int, limit: int, threshold: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``[B, S]`` of each sample's segments: lowest score, first row with it, and how many rows are
-    kept.
+    """``[B, S]`` for each segment of each sample: the lowest score that is kept, the first row kept
+    with this score, and the number of rows that are kept.
 
     Rows are sorted by their cell of ``[B, S]``, then by score, the newest first among equals.
     """
@@ -53,12 +53,12 @@ def _find_cuts(
         return torch.zeros(shape, device=offsets.device), first, counts
     num_cells = shape[0] * shape[1]
     cell = JaggedLayout(offsets, num_rows).sample_ids() * num_segments
-    scores = _in_full(scores, cell)
+    scores = _upcast(scores, cell)
     eligible = scores >= threshold
     if segments is not None:
         eligible &= (segments >= 0) & (segments < num_segments)
         cell = cell + segments
-    cell = cell.masked_fill(~eligible, num_cells)  # behind all others
+    cell = cell.masked_fill(~eligible, num_cells)  # sorted after all others
     order = num_rows - 1 - _sort(cell.flip(0), scores.flip(0))
     num_eligible = cell.bincount(minlength=num_cells + 1)[:num_cells].view(shape)
     counts = _limited(num_eligible, keep, limit)
@@ -72,14 +72,14 @@ def _find_cuts(
     return lowest, first, counts
 
 
-def _place_rows(
+def _index_rows(
     rows: ScoredRows, lowest: Tensor, first: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor]:
     """The row at each new index, ``[C]``, and the new index of each row, ``[N]``; -1 for none."""
     offsets, scores, segments, num_rows = rows
     numbers = torch.arange(num_rows, device=offsets.device)
     at = JaggedLayout(offsets, num_rows).sample_ids() * first.shape[1]
-    scores = _in_full(scores, numbers)
+    scores = _upcast(scores, numbers)
     if segments is None:
         is_kept = torch.ones_like(numbers, dtype=torch.bool)
     else:
@@ -89,9 +89,9 @@ def _place_rows(
     is_kept &= (scores > lowest) | ((scores == lowest) & (numbers >= first))
     new = is_kept.cumsum(0) - 1
     is_kept &= new < capacity
-    places = new.masked_fill(~is_kept, -1)
+    inverse = new.masked_fill(~is_kept, -1)
     kept = numbers[is_kept]
-    return torch.cat([kept, kept.new_full((capacity - kept.numel(),), -1)]), places
+    return torch.cat([kept, kept.new_full((capacity - kept.numel(),), -1)]), inverse
 
 
 def _limited(counts: Tensor, keep: Tensor | None, limit: int) -> Tensor:
@@ -100,17 +100,17 @@ def _limited(counts: Tensor, keep: Tensor | None, limit: int) -> Tensor:
 
 
 def _sort(cell: Tensor, scores: Tensor) -> Tensor:
-    """Numbers of rows by cell, then by score, the highest first; equals stay as they are."""
+    """Stable argsort by cell, then by score, the highest first."""
     if scores.dtype == torch.float64:
         by_score = scores.argsort(descending=True, stable=True)
         return by_score[cell[by_score].argsort(stable=True)]
-    bits = (scores + 0.0).view(torch.int32)  # of 0.0 for -0.0
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # which is ordered as the scores are
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # int32 in the order of the scores
     return ((cell << 32) - bits).argsort(stable=True)
 
 
-def _in_full(scores: Tensor | None, like: Tensor) -> Tensor:
-    """In fp32, or fp64; zeros without any."""
+def _upcast(scores: Tensor | None, like: Tensor) -> Tensor:
+    """``scores`` in fp32 or fp64; zeros if they are None."""
     if scores is None:
         return torch.zeros_like(like, dtype=torch.float32)
     return scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -10,18 +10,18 @@ from torchrec_jagged_attn.selection.kernels import rows as kernels
 
 
 def select(rows, num_segments, limit, capacity):
-    found, places, new = kernels.select_rows(rows, None, num_segments, limit, -torch.inf, capacity)
-    return new, found, places
+    found, inverse, new = kernels.select_rows(rows, None, num_segments, limit, -torch.inf, capacity)
+    return new, found, inverse
 
 
 def test_rows_behind_the_last_sample(kernel_device):
     """As a selection with room to spare leaves them: they are of nobody, whatever their score."""
     offsets = torch.tensor([0, 2, 3], device=kernel_device)
     scores = torch.tensor([1.0, 2.0, 3.0, torch.nan, 9.0], device=kernel_device)
-    new, rows, places = select(ScoredRows(offsets, scores, None, 5), 1, 1, 4)
+    new, rows, inverse = select(ScoredRows(offsets, scores, None, 5), 1, 1, 4)
     assert new.tolist() == [0, 1, 2]
     assert rows.tolist() == [1, 2, -1, -1]
-    assert places.tolist() == [-1, 0, 1, -1, -1]
+    assert inverse.tolist() == [-1, 0, 1, -1, -1]
 
 
 @pytest.mark.parametrize("segmented", [False, True])
@@ -40,12 +40,12 @@ def test_samples_around_a_block(block, segmented, kernel_device, monkeypatch):
     expected, counts = expected_rows(offsets, scores.cpu(), limits, None, segments)
     segments = None if segments is None else segments.to(kernel_device)
     given = ScoredRows(offsets, scores, segments, num_rows)
-    new, rows, places = select(given, len(limits[0]), block // 3, num_rows)
+    new, rows, inverse = select(given, len(limits[0]), block // 3, num_rows)
     assert torch.equal(new.diff().cpu(), counts)
     assert torch.equal(rows[: len(expected)].cpu(), expected)
     assert (rows[len(expected) :] == -1).all()
-    assert torch.equal(places[rows[: len(expected)]], torch.arange(len(expected)).to(rows))
-    assert int((places >= 0).sum()) == len(expected)
+    assert torch.equal(inverse[rows[: len(expected)]], torch.arange(len(expected)).to(rows))
+    assert int((inverse >= 0).sum()) == len(expected)
 
 
 @pytest.mark.parametrize("kind", ["scored", "newest", "segmented"])

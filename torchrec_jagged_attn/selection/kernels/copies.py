@@ -15,7 +15,7 @@ from torchrec_jagged_attn.runtime.launch import Launcher
 
 __all__ = ["copy_rows"]
 
-TILE = 4096  # elements that a program copies
+TILE = 4096  # elements copied by a program
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -28,12 +28,12 @@ def _copy_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """BLOCK_N rows, BLOCK_D columns of these."""
+    """Copy a tile of BLOCK_N rows and BLOCK_D columns."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.load(index_ptr + n, mask=n < num_rows, other=-1)
-    there = (row >= 0)[:, None] & (d < D)[None, :]
-    x = tl.load(x_ptr + row[:, None] * D + d[None, :], mask=there, other=0)
+    x_mask = (row >= 0)[:, None] & (d < D)[None, :]
+    x = tl.load(x_ptr + row[:, None] * D + d[None, :], mask=x_mask, other=0)
     mask = (n < num_rows)[:, None] & (d < D)[None, :]
     tl.store(out_ptr + n[:, None] * D + d[None, :], x, mask=mask)
 

@@ -1,19 +1,18 @@
-"""Which rows of each sample have its highest scores, and where they lie when the others are gone.
+"""The rows of each sample with its highest scores, and their indices once the others are removed.
 
-Of a sample's k-th highest score, one program finds the bits by bisection, between the lowest score
-and the highest: it counts how many rows have the score in the middle or a higher one. It ends when
-k rows have: after about ten counts of 200 scores that are far from alike, 32 at most. A program
-holds the first BLOCK scores in registers, and loads others again for each count. Few warps take a
-sample, one where samples are short, since every count is a sum over all of them. Rows stay in the
-order that they have, so the place of one is the number of those kept before it. Of the samples
-before its own, one kernel adds up how many rows are kept: each program, for a few samples, adds all
-numbers before these, which is quicker than to wait for another's sum. In its sample, the last
-kernel counts. Without scores and segments, these numbers follow from lengths, and nothing is
-searched.
+1. ``_find_cuts``: one program per sample and segment finds its k-th highest score by bisection over
+   the bits of the scores. Each step counts the rows whose score is at least the middle; the search
+   ends once that is k rows, after at most 32 steps (about ten for 200 distinct scores). The first
+   BLOCK scores stay in registers, others are loaded again at each step. Programs have few warps,
+   since each step is a sum over all of them. Without scores and segments, lengths suffice, and this
+   kernel is not launched.
+2. ``_new_offsets``: prefix sum of the rows kept per sample. Each program sums all counts before its
+   samples itself, which is faster than waiting for another program.
+3. ``_index_rows``: the new index of a row is the number of rows kept before it.
 
-These kernels are bound by launches and latency. With N rows, scores of e bytes and room for C rows,
-they must read N·e bytes. They must write 8·(N + C) bytes of places and rows, 12 for each sample and
-segment, and the new offsets. Scores are read again where rows are placed, from a cache.
+The kernels are bound by launches and latency. With N rows, scores of e bytes and capacity C, they
+must read N·e bytes and write 8·(N + C) bytes of indices, 12 per sample and segment, and the new
+offsets. Kernel 3 reads the scores again, from cache.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from torchrec_jagged_attn.selection.arguments import ScoredRows
 
 __all__ = ["select_rows"]
 
-MIN_BLOCK, MAX_BLOCK = 128, 4096  # rows that a program ranks at a time
-# Of a block, by a warp. Of short samples, no warp that ranks waits for another; prefix sums in a
-# warp take the longer, the more rows it has.
-RANKED_BY_WARP, PLACED_BY_WARP = 512, 128
-# Samples whose new offsets a program makes, and what it adds up at a time for those before them.
+MIN_BLOCK, MAX_BLOCK = 128, 4096  # rows of _find_cuts' block
+# Rows of a block per warp: short samples fit in one warp of _find_cuts, so no warp waits for
+# another; prefix sums in _index_rows are the slower, the more rows a warp has.
+CUT_ROWS_PER_WARP, INDEX_ROWS_PER_WARP = 512, 128
+# Samples per program of _new_offsets, and the block in which it sums the counts before them.
 SUMS = {"SAMPLES": 512, "BLOCK": 4096, "num_warps": 8}
 
 
 @triton.jit
 def _load_scores(scores_ptr, segments_ptr, n, length, segment):
-    """Scores of a sample's rows ``n`` in fp32; NaN of those of another segment, and of none."""
+    """Scores of a sample's rows ``n`` in fp32; NaN beyond its end and in other segments."""
     mask = n < length
     if segments_ptr is not None:
         mask = mask & (tl.load(segments_ptr + n, mask=mask, other=-1) == segment)
@@ -50,23 +49,22 @@ def _load_scores(scores_ptr, segments_ptr, n, length, segment):
 
 @triton.jit
 def _ordered(bits):
-    """The bits of an fp32 as an int32 that is ordered as the numbers are; and the way back.
+    """Map the bits of an fp32 to an int32 of the same order, or back.
 
-    Those of -0.0 and 0.0 differ, which are equal as numbers, in all that is counted.
+    -0.0 and 0.0 map to different integers; callers compare them as fp32, where they are equal.
     """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _find_lowest(scores_ptr, segments_ptr, length, segment, threshold, budget, BLOCK: tl.constexpr):
-    """The lowest score that is kept, how many rows are kept, and how many of those that have this
-    score must go.
+    """The lowest score that is kept, how many rows are kept, and how many rows with this score are
+    removed.
 
-    The search ends where the rows that have the score or a higher one are as many as the budget.
-    None of them may have this score itself, then.
+    The search ends once ``budget`` rows have at least the score, which may lie between two scores.
     """
     i = tl.arange(0, BLOCK)
-    scores = _load_scores(scores_ptr, segments_ptr, i, length, segment)  # the first ones
+    scores = _load_scores(scores_ptr, segments_ptr, i, length, segment)  # of the first BLOCK rows
     is_high = scores >= threshold
     counts = is_high.to(tl.int32)
     lows, highs = tl.where(is_high, scores, float("inf")), tl.where(is_high, scores, float("-inf"))
@@ -76,13 +74,13 @@ def _find_lowest(scores_ptr, segments_ptr, length, segment, threshold, budget, B
         counts += is_high.to(tl.int32)
         lows = tl.minimum(lows, tl.where(is_high, more, float("inf")))
         highs = tl.maximum(highs, tl.where(is_high, more, float("-inf")))
-    at_least = tl.sum(counts, 0)  # rows whose score is low or higher
+    at_least = tl.sum(counts, 0)  # rows whose score is at least low
     lowest = threshold + 0.0
     if (budget > 0) & (at_least > budget):
         low = _ordered(tl.min(lows, 0).to(tl.int32, bitcast=True))
         high = _ordered(tl.max(highs, 0).to(tl.int32, bitcast=True))
         while (at_least > budget) & (low < high):
-            half = (high - low).to(tl.uint32, bitcast=True) >> 1  # of what may pass int32
+            half = (high - low).to(tl.uint32, bitcast=True) >> 1  # the difference may wrap int32
             middle = high - half.to(tl.int32, bitcast=True)
             bound = _ordered(middle).to(tl.float32, bitcast=True)
             counts = (scores >= bound).to(tl.int32)
@@ -108,8 +106,8 @@ def _budget(keep_ptr, at, mask, limit, length):
 @triton.jit(do_not_specialize=["num_segments", "keep_stride", "limit", "threshold"])
 def _find_cuts_kernel(
     offsets_ptr,  # [B + 1]
-    scores_ptr,  # [N], or None: all are alike
-    segments_ptr,  # [N], or None: all rows are of one
+    scores_ptr,  # [N], or None: all are equal
+    segments_ptr,  # [N], or None: each sample is one segment
     keep_ptr,  # [B or 1, S] int64, or None: the limit
     lowest_ptr,  # [B, S] fp32
     first_ptr,  # [B, S] int32
@@ -120,8 +118,8 @@ def _find_cuts_kernel(
     threshold,
     BLOCK: tl.constexpr,
 ):
-    """Of one segment of one sample: the lowest score that is kept, the first of the sample's rows
-    that is kept of those that have it, and how many rows are kept.
+    """For one segment of one sample: the lowest score that is kept, the first row kept with this
+    score, and the number of rows that are kept.
     """
     program = tl.program_id(0).to(tl.int64)
     sample = program // num_segments
@@ -133,21 +131,21 @@ def _find_cuts_kernel(
         scores_ptr += begin
     if segments_ptr is not None:
         segments_ptr += begin
-    lowest, count, too_many = _find_lowest(
+    lowest, count, num_removed = _find_lowest(
         scores_ptr, segments_ptr, length, segment, threshold, budget, BLOCK
     )
     first = count * 0
     if count == 0:
         lowest = tl.full([], float("inf"), tl.float32)
         first = length
-    elif too_many > 0:  # the older ones of the rows with this score go
+    elif num_removed > 0:  # the oldest of the rows with this score
         before = count * 0
         for start in range(0, length, BLOCK):
             n = start + tl.arange(0, BLOCK)
             scores = _load_scores(scores_ptr, segments_ptr, n, length, segment)
             has_it = (scores == lowest).to(tl.int32)
             rank = before + tl.cumsum(has_it, 0) - has_it
-            is_first = (has_it > 0) & (rank == too_many)
+            is_first = (has_it > 0) & (rank == num_removed)
             first += tl.sum(tl.where(is_first, n, 0), 0)
             before += tl.sum(has_it, 0)
     tl.store(lowest_ptr + program, lowest)
@@ -157,7 +155,7 @@ def _find_cuts_kernel(
 
 @triton.jit
 def _load_counts(offsets_ptr, counts_ptr, keep_ptr, limit, at, mask):
-    """How many rows are kept of segments ``at`` of all, or where there are none, of samples."""
+    """How many rows are kept of the segments ``at``; without counts, of the samples ``at``."""
     if counts_ptr is None:
         begin = tl.load(offsets_ptr + at, mask=mask, other=0)
         length = tl.load(offsets_ptr + at + 1, mask=mask, other=0) - begin
@@ -169,8 +167,8 @@ def _load_counts(offsets_ptr, counts_ptr, keep_ptr, limit, at, mask):
 @triton.jit(do_not_specialize=["num_samples", "num_segments", "limit", "capacity"])
 def _new_offsets_kernel(
     offsets_ptr,  # [B + 1]
-    counts_ptr,  # [B, S] int32, or None: of a sample, the newest rows are kept
-    keep_ptr,  # [B, 1] int64, or None: the limit, where those are
+    counts_ptr,  # [B, S] int32, or None: the newest rows of each sample are kept
+    keep_ptr,  # [B, 1] int64, or None: limit; read without counts
     new_offsets_ptr,  # [B + 1]
     num_samples,
     num_segments,
@@ -179,7 +177,7 @@ def _new_offsets_kernel(
     SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How many rows are kept up to each of some samples, as far as there is room."""
+    """New offsets of SAMPLES samples, up to ``capacity``."""
     first = tl.program_id(0).to(tl.int64) * SAMPLES
     sums = tl.zeros([BLOCK], tl.int64)
     for start in range(0, first * num_segments, BLOCK):
@@ -200,16 +198,16 @@ def _new_offsets_kernel(
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_segments", "num_rows", "limit", "capacity"])
-def _place_rows_kernel(
+def _index_rows_kernel(
     offsets_ptr,  # [B + 1]
     scores_ptr,  # [N], or None
     segments_ptr,  # [N], or None
     new_offsets_ptr,  # [B + 1]
-    keep_ptr,  # [B, 1] int64, or None: the limit, where the newest rows are kept
-    lowest_ptr,  # [B, S] fp32, or None there
+    keep_ptr,  # [B, 1] int64, or None: limit; read without first_ptr
+    lowest_ptr,  # [B, S] fp32, or None: the newest rows are kept
     first_ptr,  # [B, S] int32, likewise
     rows_ptr,  # [C] int64
-    places_ptr,  # [N] int64
+    inverse_ptr,  # [N] int64
     num_samples,
     num_segments,
     num_rows,
@@ -217,27 +215,27 @@ def _place_rows_kernel(
     capacity,
     BLOCK: tl.constexpr,
 ):
-    """Place the rows of one sample that are kept, as far as there is room.
+    """Indices and inverse indices of the rows kept of one sample, up to ``capacity``.
 
-    Programs after those of samples have BLOCK places and rows each: they mark places without a row,
-    and rows of no sample.
+    Programs after the first ``num_samples`` write -1 to BLOCK elements each of the rest: indices
+    beyond the rows kept, and inverse indices of rows beyond the last offset.
     """
     sample = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     if sample >= num_samples:
         at = (sample - num_samples) * BLOCK + i
-        nothing = at * 0 - 1
+        no_index = at * 0 - 1
         kept = tl.load(new_offsets_ptr + num_samples)
-        tl.store(rows_ptr + at, nothing, mask=(at >= kept) & (at < capacity))
+        tl.store(rows_ptr + at, no_index, mask=(at >= kept) & (at < capacity))
         end = tl.load(offsets_ptr + num_samples)
-        tl.store(places_ptr + at, nothing, mask=(at >= end) & (at < num_rows))
+        tl.store(inverse_ptr + at, no_index, mask=(at >= end) & (at < num_rows))
         return
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     length = (tl.load(offsets_ptr + sample + 1) - begin).to(tl.int32)
-    place = tl.load(new_offsets_ptr + sample).to(tl.int64)
-    room = tl.minimum(capacity - place, length).to(tl.int32)
-    rows_ptr += place
-    places_ptr += begin
+    new_begin = tl.load(new_offsets_ptr + sample).to(tl.int64)
+    max_kept = tl.minimum(capacity - new_begin, length).to(tl.int32)
+    rows_ptr += new_begin
+    inverse_ptr += begin
     cuts = sample * num_segments
     if scores_ptr is not None:
         scores_ptr += begin
@@ -266,15 +264,15 @@ def _place_rows_kernel(
             is_kept = is_kept & ((scores > lowest) | ((scores == lowest) & (n >= first)))
         count = is_kept.to(tl.int32)
         rank = before + tl.cumsum(count, 0) - count
-        is_kept = is_kept & (rank < room)
+        is_kept = is_kept & (rank < max_kept)
         tl.store(rows_ptr + rank, begin + n, mask=is_kept)
-        tl.store(places_ptr + n, tl.where(is_kept, place + rank, -1), mask=mask)
+        tl.store(inverse_ptr + n, tl.where(is_kept, new_begin + rank, -1), mask=mask)
         before += tl.sum(count, 0)
 
 
 _find_cuts = Launcher(_find_cuts_kernel)
 _new_offsets = Launcher(_new_offsets_kernel)
-_place_rows = Launcher(_place_rows_kernel)
+_index_rows = Launcher(_index_rows_kernel)
 
 
 def select_rows(
@@ -285,21 +283,20 @@ def select_rows(
     threshold: float,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The row at each new place, ``[C]``, and the new place of each row, ``[N]``, -1 for none; and
+    """The row at each new index, ``[C]``, and the new index of each row, ``[N]``, -1 for none; and
     the new offsets, ``[B + 1]``, up to ``capacity``.
 
-    ``keep`` is ``[B, S]`` or ``[1, S]`` int64; without it, each segment keeps ``limit`` rows at
-    most.
+    ``keep`` is ``[B, S]`` or ``[1, S]`` int64; without it, each segment keeps up to ``limit`` rows.
     """
     offsets, scores, segments = (None if x is None else x.contiguous() for x in rows[:3])
     assert offsets is not None
     keep = None if keep is None else keep.contiguous()
     num_rows, num_samples = rows.num_rows, offsets.numel() - 1
     if num_samples == 0:
-        numbers, places = (
+        indices, inverse = (
             offsets.new_full((size,), -1, dtype=torch.int64) for size in (capacity, num_rows)
         )
-        return numbers, places, offsets.new_zeros(1)
+        return indices, inverse, offsets.new_zeros(1)
 
     block = _block(num_rows // num_samples)
     lowest = first = counts = None
@@ -312,7 +309,7 @@ def select_rows(
         given = offsets, scores, segments, keep, lowest, first, counts
         sizes = num_segments, stride, limit, threshold
         _find_cuts(
-            (num_samples * num_segments,), (*given, *sizes), _constants(block, RANKED_BY_WARP)
+            (num_samples * num_segments,), (*given, *sizes), _constants(block, CUT_ROWS_PER_WARP)
         )
 
     new_offsets = offsets.new_empty(num_samples + 1)
@@ -320,22 +317,22 @@ def select_rows(
     grid = (-(-num_samples // SUMS["SAMPLES"]),)
     _new_offsets(grid, (offsets, counts, keep, new_offsets, *sizes), SUMS)
 
-    constants = _constants(block // 2, PLACED_BY_WARP)
-    numbers = offsets.new_empty(capacity, dtype=torch.int64)
-    places = offsets.new_empty(num_rows, dtype=torch.int64)
+    constants = _constants(block // 2, INDEX_ROWS_PER_WARP)
+    indices = offsets.new_empty(capacity, dtype=torch.int64)
+    inverse = offsets.new_empty(num_rows, dtype=torch.int64)
     grid = (num_samples + -(-max(capacity, num_rows) // constants["BLOCK"]),)
-    given = offsets, scores, segments, new_offsets, keep, lowest, first, numbers, places
+    given = offsets, scores, segments, new_offsets, keep, lowest, first, indices, inverse
     sizes = num_samples, num_segments, num_rows, limit, capacity
-    _place_rows(grid, (*given, *sizes), constants)
-    return numbers, places, new_offsets
+    _index_rows(grid, (*given, *sizes), constants)
+    return indices, inverse, new_offsets
 
 
 def _block(mean_length: int) -> int:
-    """A number of rows that most samples of such a mean length do not have more of."""
+    """A power of two that most samples of this mean length are not longer than."""
     most = min(max(3 * mean_length // 2, MIN_BLOCK // 2), MAX_BLOCK // 2)
     return 1 << most.bit_length()
 
 
-def _constants(block: int, rows_of_warp: int) -> dict[str, int]:
-    """Compile-time arguments, and warps."""
-    return {"BLOCK": block, "num_warps": max(block // rows_of_warp, 1)}
+def _constants(block: int, rows_per_warp: int) -> dict[str, int]:
+    """Compile-time arguments and number of warps."""
+    return {"BLOCK": block, "num_warps": max(block // rows_per_warp, 1)}
