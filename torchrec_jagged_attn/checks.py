@@ -117,8 +117,8 @@ def check_float(tensor: Tensor, name: str) -> None:
     allowed = supported_dtypes(tensor.device)
     if tensor.dtype not in allowed:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        path = implementation(tensor.device)[0]
-        raise TypeError(f"{name} must be one of {names} ({path} path), got {tensor.dtype}")
+        how = implementation(tensor.device)[0]
+        raise TypeError(f"{name} must be one of {names} (implementation {how}), got {tensor.dtype}")
 
 
 def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | None, ...]) -> None:
@@ -261,7 +261,7 @@ def check_window(window: int | None, causal: bool) -> int | None:
         return None
     window = check_int(window, "window", 1, "an int or None")
     if not causal:
-        raise ValueError(f"window must go with causal=True, got window={window} and causal=False")
+        raise ValueError(f"causal must be True with a window, got causal=False and window={window}")
     return window
 
 
@@ -389,7 +389,7 @@ def check_timestamps(timestamps: Tensor, num_rows: int) -> None:
 def check_request_time(request_time: Tensor, timestamps: Tensor | None, num_samples: int) -> None:
     """``request_time`` must be ``[B]``, of the dtype of ``timestamps``, which it needs."""
     if timestamps is None:
-        raise ValueError("request_time must go with timestamps, got request_time alone")
+        raise ValueError("request_time must be None without timestamps, got a tensor")
     check_shape(request_time, "request_time", "[B]", (num_samples,))
     check_same(timestamps, "timestamps", dtype=True, request_time=request_time)
 

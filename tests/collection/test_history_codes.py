@@ -336,7 +336,11 @@ def test_dlrm_reads_what_codes_give():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"history": "user"}, ValueError, r"history must have no table .* got \['user'\] of table"),
+        (
+            {"history": "user"},
+            ValueError,
+            r"history must be a key without a table .* \['user'\], of table",
+        ),
         ({"history": ["h", "h_1"]}, ValueError, "history must name a feature for each of the 1 in"),
         (
             {"encoder": EncoderConfig()},
@@ -359,7 +363,7 @@ def test_a_key_of_the_output_is_named():
         for name in ("a", "b")
     ]
     config = TargetAttentionConfig("item", "x@a", history_codes=fitted())
-    with pytest.raises(ValueError, match=r"history must make a key that .*, got 'x@a'"):
+    with pytest.raises(ValueError, match=r"history must add a new key to the output, got 'x@a'"):
         TargetAttentionEmbeddingBagCollection([*make_tables(), *tables], config)
 
 
@@ -368,7 +372,7 @@ def test_wrong_features_are_named():
     config = TargetAttentionConfig("item", "h", history_codes=codes)
     collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
     words = codes.packed_codes.to_int64(draw_codes(codes.packed_codes, sum(LENGTHS)))
-    with pytest.raises(ValueError, match=r"features must have the history_codes \['h'\], got"):
+    with pytest.raises(ValueError, match=r"features must have the keys \['h'\] of history_codes"):
         collection(make_features(words, ["other"]))
     features = make_features(words[:, :0], [])
     values = torch.cat([features.values(), words[:, 0]]).int()

@@ -87,7 +87,7 @@ def test_traced_scripted_compiled_and_exported(device):
         (
             {"timestamps": None, "age_bias": False},
             ValueError,
-            "request_time must go with timestamps, got request_time alone",
+            "request_time must be None without timestamps, got a tensor",
         ),
         (
             {"request_time": torch.zeros(2).long().to("meta")},

@@ -308,17 +308,17 @@ REFUSED = {
     "features-of-one": (
         PAIR,
         {"candidate_features": ["user"]},
-        r"candidate_features must go with candidates='jagged', got \['user'\] and candidates='one'",
+        r"candidates must be 'jagged' with candidate_features, got 'one' and candidate_features",
     ),
     "unknown-feature": (
         PAIR,
         {"candidates": "jagged", "candidate_features": ["price"]},
-        r"candidate_features must be features of tables, of \['hist', 'item', 'user'\], got \['pr",
+        r"candidate_features must be features of tables, \['hist', 'item', 'user'\], got \['pr",
     ),
     "history": (
         PAIR,
         {"candidates": "jagged", "candidate_features": "hist"},
-        r"candidate_features must be no history of any attention, got \['hist'\]",
+        r"candidate_features must not be histories, got \['hist'\]",
     ),
 }
 

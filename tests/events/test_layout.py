@@ -99,7 +99,7 @@ def test_of_features_with_one_id_an_event(device):
         Events.of_features(features, ["place"])
     with pytest.raises(TypeError, match="timestamps must be a key or None, got True"):
         Events.of_features(features, ["item"], timestamps=True)
-    with pytest.raises(ValueError, match=r"keys must be some, each once, got \[\]"):
+    with pytest.raises(ValueError, match=r"keys must be at least one name, each once, got \[\]"):
         Events.of_features(features, [])
 
 

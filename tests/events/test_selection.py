@@ -327,8 +327,8 @@ def test_traced_by_fx():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([], 2), r"keys must be some, each once, got \[\]"),
-        ((["item", "item"], 2), "keys must be some, each once, got"),
+        (([], 2), r"keys must be at least one name, each once, got \[\]"),
+        ((["item", "item"], 2), "keys must be at least one name, each once, got"),
         ((["item"], [2, 3]), r"keep must be a list if and only if .* segments, got \[2, 3\]"),
     ],
 )

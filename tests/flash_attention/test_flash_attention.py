@@ -841,7 +841,7 @@ def test_cuda_graph_replays_with_other_lengths_and_never_waits(
         ({"causal": True, "window": 2.0}, TypeError, "window must be an int or None, got 2.0"),
         ({"causal": True, "window": True}, TypeError, "window must be an int or None, got True"),
         ({"causal": True, "window": 0}, ValueError, "window must be at least 1, or None, got 0"),
-        ({"window": 4}, ValueError, "window must go with causal=True, got window=4 and causal=Fal"),
+        ({"window": 4}, ValueError, "causal must be True with a window, got causal=False"),
         ({"q_offsets": torch.tensor([1, 3, 7])}, ValueError, "q_offsets must start at 0, got 1"),
         ({"kv_offsets": torch.tensor([0, 7])}, ValueError, r"kv_offsets must have shape \[B \+ 1"),
         ({"kv_offsets": torch.tensor([0, 8, 7])}, ValueError, "kv_offsets must never decrease"),

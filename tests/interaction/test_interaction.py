@@ -618,13 +618,13 @@ def test_more_pairs_than_int32_counts():
             "jagged_jagged_bmm_jagged_out",
             {"total": 24},
             ValueError,
-            "total must be of the 25 pairs that offsets make, got 24",
+            "total must have the 25 pairs that offsets define, got 24",
         ),
         (
             "array_jagged_bmm_jagged_out",
             {"p": torch.zeros(24)},
             ValueError,
-            "p must be of the 25 pairs that offsets make, got 24",
+            "p must have the 25 pairs that offsets define, got 24",
         ),
         (
             "array_jagged_bmm_jagged_out",

@@ -141,7 +141,10 @@ class _OfTensors(torch.nn.Module):
     ("kwargs", "message"),
     [
         ({"activation": "relu"}, "activation must be 'softmax', 'silu' or None, got 'relu'"),
-        ({"activation": "silu", "fused": True}, "fused must go with activation='softmax'"),
+        (
+            {"activation": "silu", "fused": True},
+            "activation must be 'softmax' with fused=True, got 'silu'",
+        ),
     ],
 )
 def test_errors_of_arguments(kwargs, message):

@@ -267,7 +267,7 @@ def test_errors_name_the_argument(module, history, error, message):
 def test_constructor_errors():
     with pytest.raises(TypeError, match=r"num_heads must be an int, got 2\.0"):
         JaggedSelfAttention(16, 2.0)
-    with pytest.raises(ValueError, match="window must go with causal=True, got window=4 and caus"):
+    with pytest.raises(ValueError, match="causal must be True with a window, got causal=False"):
         HistoryEncoderLayer(16, 2, window=4)
     with pytest.raises(TypeError, match=r"window must be an int or None, got 4\.0"):
         JaggedSelfAttention(16, 2, causal=True, window=4.0)

@@ -840,7 +840,7 @@ def test_prior_weights_travel(value_projection, device):
         ({"timestamps": torch.zeros(4)}, ValueError, "timestamps must have shape [N] = [5], got"),
         ({"timestamps": torch.zeros(5).to("meta")}, ValueError, "timestamps must be on cpu as his"),
         ({"age_bias": False}, ValueError, "timestamps must be None unless age_bias=True, got a"),
-        ({"recency_bias": False}, ValueError, "age_bias must go with recency_bias=True, got recen"),
+        ({"recency_bias": False}, ValueError, "recency_bias must be True with age_bias=True, got"),
         ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got 2.0"),
         ({"embed_dim": 8.0}, TypeError, "embed_dim must be an int, got 8.0"),
         ({"num_heads": 3}, ValueError, "num_heads must divide embed_dim 8, got 3"),

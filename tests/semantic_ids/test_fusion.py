@@ -168,9 +168,13 @@ def test_cosines_of_any_scale(factor):
         ({"losses": ["mse"]}, TypeError, "losses must be by name, got a list"),
         ({"weights": {"kind": -1.0}}, ValueError, r"weights\['kind'\] must be finite and not neg"),
         ({"weights": {"kind": "1"}}, TypeError, r"weights\['kind'\] must be a number, got '1'"),
-        ({"losses": {"kind": "mse"}}, ValueError, r"losses must be of \['text'\], got \['kind'\]"),
+        (
+            {"losses": {"kind": "mse"}},
+            ValueError,
+            r"losses must have keys of \['text'\], got \['kind'\]",
+        ),
         ({"losses": {"text": "l1"}}, ValueError, r"losses must be cosine or mse, got \['l1'\]"),
-        ({"weights": {"other": 1.0}}, ValueError, r"weights must be of .*, got \['other'\]"),
+        ({"weights": {"other": 1.0}}, ValueError, r"weights must have keys of .*, got \['other'\]"),
         (
             {"labels": {"text": 3}},
             ValueError,

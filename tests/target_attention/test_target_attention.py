@@ -896,7 +896,11 @@ AGES = {"age_bias": torch.zeros(5, 2), "timestamps": torch.zeros(7, dtype=torch.
         ),
         ({"bias": torch.zeros(7, 3)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
         ({"bias": torch.zeros(7, 2).long()}, TypeError, "bias must be one of"),
-        ({"request_time": torch.zeros(2)}, ValueError, "request_time must go with timestamps, got"),
+        (
+            {"request_time": torch.zeros(2)},
+            ValueError,
+            "request_time must be None without timestamps",
+        ),
         (AGES | {"request_time": 3}, TypeError, "request_time must be a tensor, got a int"),
         (
             AGES | {"request_time": torch.zeros(3).long()},

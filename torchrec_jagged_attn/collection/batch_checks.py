@@ -131,7 +131,7 @@ def check_features(
             "features must be a KeyedJaggedTensor, or a TensorDict of jagged nested tensors, got a "
             f"{type(features).__name__}"
         )
-    check_integers(features.values(), "values of features, ids and times,")
+    check_integers(features.values(), "values of features (ids and times)")
     keys = features.keys()
     known = set(keys)
     if missing := [name for name in num_embeddings if name not in known]:
@@ -139,7 +139,7 @@ def check_features(
     if missing := [name for name in others if name not in known]:
         argument = others[missing[0]]
         missing = [name for name in missing if others[name] == argument]
-        raise ValueError(f"features must have the {argument} {missing}, got {keys}")
+        raise ValueError(f"features must have the keys {missing} of {argument}, got {keys}")
     if is_weighted and features.weights_or_none() is None:
         raise ValueError("features must have weights for is_weighted=True, got none")
     if not is_weighted and features.weights_or_none() is not None:

@@ -120,7 +120,7 @@ def rename_keys(state: Any, names: dict[str, str]) -> Any:
     renamed, count = _rename(state, names)
     if count == 0:
         raise ValueError(
-            f"names must be of keys in state, got none that is among them: {list(names)[:3]}"
+            f"names must have keys of state, got {list(names)[:3]}, none of which is in it"
         )
     return renamed
 

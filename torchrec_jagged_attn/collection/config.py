@@ -174,12 +174,12 @@ class TargetAttentionConfig:
             raise TypeError(f"encoder must be an EncoderConfig or None, got {self.encoder!r}")
         if self.timestamps is not None and not self.recency_bias:
             raise ValueError(
-                "timestamps must go with recency_bias=True, which learns from them, "
-                f"got {self.timestamps!r} and recency_bias=False"
+                "recency_bias must be True with timestamps, from which it learns, got False and "
+                f"timestamps={self.timestamps!r}"
             )
         if self.request_time is not None and self.timestamps is None:
             raise ValueError(
-                f"request_time must go with timestamps, got {self.request_time!r} and None"
+                f"timestamps must be given with request_time={self.request_time!r}, got None"
             )
         if self.history_codes is not None:
             check_codes(self.history_codes, None)
@@ -213,7 +213,7 @@ def check_names(value: object, name: str) -> None:
 def check_list(value: object, name: str, kind: type) -> None:
     """``value`` must be a list of ``kind``."""
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"{name} must be a list of {kind.__name__}, got a {type(value).__name__}")
+        raise TypeError(f"{name} must be a list of {kind.__name__}s, got a {type(value).__name__}")
     for item in value:
         if not isinstance(item, kind):
             raise TypeError(f"{name} must hold {kind.__name__}s, got a {type(item).__name__}")
@@ -237,7 +237,7 @@ def find_feature(
     if len(found) > 1:
         choices = [f"{feature}@{table.name}" for table, feature in found]
         raise ValueError(
-            f"{argument} must name one table where several hold it, one of {choices}, got {name!r}"
+            f"{argument} must be one of {choices}, since several tables have {name!r}, got {name!r}"
         )
     return found[0]
 
@@ -265,17 +265,16 @@ def check_configs(
     codes = [name for config in attentions for name in coded(config)]
     names = [*(f"{feature}@{table.name}" for table, feature in histories), *codes]
     if repeated := _repeated(names):
-        raise ValueError(f"history must be attended once, got {repeated} more than once")
+        raise ValueError(
+            f"history must appear in one attention only, got {repeated} more than once"
+        )
     if both := sorted(targets & {feature for _, feature in histories}):
-        raise ValueError(f"target must be no history of any attention, got {both}")
+        raise ValueError(f"target must not be a history, too, got {both}")
     for config in attentions:
         _check_config(config, tables)
     events = [config.timestamps for config in attentions] + codes
     if both := [x.request_time for x in attentions if x.request_time and x.request_time in events]:
-        raise ValueError(
-            "request_time must be another key than those of timestamps and history of any "
-            f"attention, got {both}"
-        )
+        raise ValueError(f"request_time must differ from all timestamps and histories, got {both}")
     _check_max_history(tables, attentions)
 
 
@@ -303,7 +302,8 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
     for table, name in itertools.product(tables, ("timestamps", "request_time")):
         if (key := getattr(config, name)) in table.feature_names:
             raise ValueError(
-                f"{name} must be a key that no table holds, got {key!r} of table {table.name!r}"
+                f"{name} must be a key without a table, got {key!r}, a feature of table "
+                f"{table.name!r}"
             )
 
 
@@ -312,7 +312,7 @@ def _check_over_codes(config: TargetAttentionConfig, tables: list[EmbeddingBagCo
     for table in tables:
         if held := sorted({*config.histories} & {*table.feature_names}):
             raise ValueError(
-                f"history must have no table where it comes as history_codes, got {held} of table "
+                f"history must be a key without a table with history_codes, got {held}, of table "
                 f"{table.name!r}"
             )
 
@@ -380,21 +380,21 @@ def keys_of_candidates(
     if candidates == "one":
         if candidate_features:
             raise ValueError(
-                "candidate_features must go with candidates='jagged', got "
-                f"{list(candidate_features)} and candidates='one'"
+                "candidates must be 'jagged' with candidate_features, got 'one' and "
+                f"candidate_features={list(candidate_features)}"
             )
         return []
     features = {feature for table in tables for feature in table.feature_names}
     if unknown := [name for name in candidate_features if name not in features]:
         raise ValueError(
-            f"candidate_features must be features of tables, of {sorted(features)}, got {unknown}"
+            f"candidate_features must be features of tables, {sorted(features)}, got {unknown}"
         )
     targets, histories = (
         [find_feature(argument, name, tables)[1] for config in attentions for name in of(config)]
         for argument, of in (("target", lambda x: x.targets), ("history", looked_up))
     )
     if both := [name for name in candidate_features if name in histories]:
-        raise ValueError(f"candidate_features must be no history of any attention, got {both}")
+        raise ValueError(f"candidate_features must not be histories, got {both}")
     return list(dict.fromkeys([*targets, *candidate_features]))
 
 
@@ -421,8 +421,8 @@ def check_single_id_features(
     features = {feature for table in tables for feature in table.feature_names} - others
     if wrong := [name for name in single_id_features if name not in features]:
         raise ValueError(
-            "single_id_features must be features of tables that are no target, history or "
-            f"candidate feature, of {sorted(features)}, got {wrong}"
+            "single_id_features must be features of tables that are not targets, histories or "
+            f"candidate features, {sorted(features)}, got {wrong}"
         )
     return list(single_id_features)
 

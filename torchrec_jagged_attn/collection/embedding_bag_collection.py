@@ -414,10 +414,10 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """Raise: TorchRec's ManagedCollision wrappers, which call it, cannot wrap attention."""
         raise NotImplementedError(
-            "ManagedCollisionEmbeddingBagCollection and ManagedCollisionEmbeddingCollection must "
-            "have a collection of TorchRec's, got a TargetAttentionEmbeddingBagCollection: hash "
-            "features by the ManagedCollisionCollection before they are given to it, see "
-            "'Zero-collision hashing' in docs/how_to/swap_and_migrate.md"
+            "ManagedCollisionEmbeddingBagCollection and ManagedCollisionEmbeddingCollection cannot "
+            "wrap a TargetAttentionEmbeddingBagCollection: remap ids by the "
+            "ManagedCollisionCollection first, and give it the result, see 'Zero-collision "
+            "hashing' in docs/how_to/swap_and_migrate.md"
         )
 
     def is_weighted(self) -> bool:

@@ -74,9 +74,8 @@ def _would_copy(sequences: EmbeddingCollectionAwaitable) -> bool:
         values = next(iter(sequences.values())).values()
         if not values.is_cuda:
             raise NotImplementedError(
-                "features of several batch sizes must be looked up without a hook that waits for "
-                f"the rows, got one, on {values.device.type}, where TorchRec's copies have no "
-                "gradient"
+                "lookups of features of several batch sizes must have no hook that reads the rows, "
+                f"got one, on {values.device.type}, where TorchRec's copies have no gradient"
             )
     return not is_copied and bool(context.reverse_indices or context.seq_vbe_ctx)
 

@@ -425,7 +425,7 @@ def _encoder(
 def _check_is_new(argument: str, key: str, keys: dict[str, int]) -> None:
     if key in keys:
         raise ValueError(
-            f"{argument} must make a key that no feature has in the output, got {key!r}"
+            f"{argument} must add a new key to the output, got {key!r}, which a feature has"
         )
 
 

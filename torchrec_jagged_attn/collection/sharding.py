@@ -106,7 +106,7 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
         names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in left})
         raise RuntimeError(
             f"sharders of DistributedModelParallel must include {' and '.join(names)}, got no "
-            "such sharder: each rank would train its tables whole, and from another start"
+            "such sharder: without it, each rank trains its own copy of these tables"
         )
     return False
 
@@ -174,9 +174,9 @@ def check_optimizers(pooling: nn.Module) -> None:
     for name, parameter in pooling.named_parameters():
         if hasattr(parameter, "_in_backward_optimizers"):
             raise ValueError(
-                "apply_optimizer_in_backward must be given the weights of tables alone, "
-                f"embedding_parameters(model), got pooling.{name}: the optimizer of the dense "
-                "layers must have it"
+                "apply_optimizer_in_backward must get embedding_parameters(model), the weights of "
+                f"tables alone, got pooling.{name}, which belongs to the optimizer of the dense "
+                "layers"
             )
     if not is_compiling:
         _checked.add(pooling)

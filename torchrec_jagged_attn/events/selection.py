@@ -233,7 +233,7 @@ def check_keys(keys: list[str]) -> None:
     if not isinstance(keys, (list, tuple)) or not all(isinstance(key, str) for key in keys):
         raise TypeError(f"keys must be a list of names, got {keys!r}")
     if not keys or len(set(keys)) < len(keys):
-        raise ValueError(f"keys must be some, each once, got {keys}")
+        raise ValueError(f"keys must be at least one name, each once, got {keys}")
 
 
 def check_events(features: KeyedJaggedTensor, keys: list[str]) -> None:

@@ -254,7 +254,7 @@ def _check_pairs(
 def _check_total(pair_offsets: Tensor, total: int, name: str) -> None:
     if should_validate(pair_offsets) and int(pair_offsets[-1]) != total:
         raise ValueError(
-            f"{name} must be of the {int(pair_offsets[-1])} pairs that offsets make, got {total}"
+            f"{name} must have the {int(pair_offsets[-1])} pairs that offsets define, got {total}"
         )
 
 

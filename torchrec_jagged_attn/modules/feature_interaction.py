@@ -87,7 +87,7 @@ class JaggedFeatureInteraction(nn.Module):
         if fused is not None:
             check_bool(fused, "fused")
         if fused and activation != "softmax":
-            raise ValueError(f"fused must go with activation='softmax', got {activation!r}")
+            raise ValueError(f"activation must be 'softmax' with fused=True, got {activation!r}")
         if scale is not None:
             scale = check_number(scale, "scale")
         self.activation = activation

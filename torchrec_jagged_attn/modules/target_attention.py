@@ -161,7 +161,7 @@ class JaggedTargetAttention(nn.Module):
         if value_projection is not None:
             check_bool(value_projection, "value_projection")
         if age_bias and not recency_bias:
-            raise ValueError("age_bias must go with recency_bias=True, got recency_bias=False")
+            raise ValueError("recency_bias must be True with age_bias=True, got False")
         if init not in ("recency", "mha"):
             raise ValueError(f"init must be 'recency' or 'mha', got {init!r}")
         check_score(score)
@@ -509,8 +509,8 @@ def _attend(
         dtype = _dtype_of_products(dtype, rows)
         if num_levels > 0 and dtype not in supported_dtypes(rows.device):
             raise TypeError(
-                f"parameters must be what is computed with on {rows.device} where there are "
-                f"history_codes, got {dtype}"
+                f"parameters must have a dtype that {rows.device} supports with history_codes, "
+                f"got {dtype}"
             )
         if isinstance(history, RemoteHistory):
             if prior_weights is not None and prior_weights.requires_grad:

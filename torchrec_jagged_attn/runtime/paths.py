@@ -95,7 +95,7 @@ def choose(paths: Sequence[Path], device: torch.device, call: Any) -> Choice:
         if why is None:
             return Choice(path.name, refused)
         refused += ((path.name, why),)
-    raise NotImplementedError(f"no path takes this call: {refused}")
+    raise NotImplementedError(f"no kernel variant supports this call: {refused}")
 
 
 def table(paths: Sequence[Path], device: torch.device) -> dict[str, str]:

@@ -274,9 +274,9 @@ def _check_scale(model: _Model, dtype: torch.dtype) -> None:
     least = sizes[sizes > 0].min().item() if sizes.any() else limits.tiny
     if largest > limits.max or least < limits.tiny:
         raise ValueError(
-            f"rows must be of a scale that {dtype} holds, {limits.tiny:.3g} to {limits.max:.3g}, "
-            f"got {least if least < limits.tiny else largest:.3g}: scale them, or make DiscretePCA "
-            "with dtype=torch.float64"
+            f"rows must have a scale within the range of {dtype}, {limits.tiny:.3g} to "
+            f"{limits.max:.3g}, got {least if least < limits.tiny else largest:.3g}: scale them, "
+            "or make DiscretePCA with dtype=torch.float64"
         )
 
 
@@ -349,7 +349,7 @@ class _Rows:
         if self.ranks.size > 1:
             spread = self._combine(spread)
         if self.total == 0:
-            raise ValueError("rows must be at least one, got none")
+            raise ValueError("rows must hold at least one row, got none")
         if not self.covariance.isfinite().all():
             raise ValueError("rows must be finite, got some that are not, or whose squares are not")
         if 0 < spread < LEAST_SPREAD:

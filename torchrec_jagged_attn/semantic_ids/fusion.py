@@ -125,7 +125,7 @@ class VQFusion(nn.Module):
             if not isinstance(given, Mapping):
                 raise TypeError(f"{argument} must be by name, got a {type(given).__name__}")
             if unknown := sorted(given.keys() - known):
-                raise ValueError(f"{argument} must be of {sorted(known)}, got {unknown}")
+                raise ValueError(f"{argument} must have keys of {sorted(known)}, got {unknown}")
         if wrong := [loss for loss in losses.values() if loss not in LOSSES]:
             raise ValueError(f"losses must be {' or '.join(LOSSES)}, got {wrong}")
         for name, weight in weights.items():
@@ -223,7 +223,9 @@ class VQFusion(nn.Module):
             As there.
         """
         if not isinstance(batches, Iterable) or isinstance(batches, Mapping):
-            raise TypeError(f"batches must be of embeddings, got a {type(batches).__name__}")
+            raise TypeError(
+                f"batches must be batches of embeddings, got a {type(batches).__name__}"
+            )
         latents = [self._latents(batch) for batch in batches]
         return self.pca.fit(
             latents, tolerance=tolerance, max_steps=max_steps, process_group=process_group
