@@ -86,6 +86,20 @@ class Relaid:
     restore: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     inputs: Inputs | None = None
 
+    @classmethod
+    def of(
+        cls,
+        x: Inputs,
+        call: Callable[..., Tensor],
+        lay: Callable[[str, Tensor], Tensor],
+        restore: Callable[[str, Tensor], Tensor],
+    ) -> "Relaid":
+        """``call`` of all leaves of ``x``, laid before the clock runs."""
+        leaves = {
+            name: lay(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()
+        }
+        return cls(lambda: call(*leaves.values()), leaves, lay, restore)
+
 
 @dataclass(frozen=True)
 class Suite:

@@ -44,13 +44,10 @@ def _by_head(
     def lay(name: str, values: Tensor) -> Tensor:
         return (values * factors.get(name, 1)).transpose(0, 1).contiguous()
 
-    leaves = {name: lay(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()}
-    return Relaid(
-        call=lambda: call(*leaves.values()),
-        leaves=leaves,
-        lay=lay,
-        restore=lambda name, values: values.transpose(0, 1) * factors.get(name, 1),
-    )
+    def restore(name: str, values: Tensor) -> Tensor:
+        return values.transpose(0, 1) * factors.get(name, 1)
+
+    return Relaid.of(x, call, lay, restore)
 
 
 def need_cuda(x: Inputs) -> None:
@@ -83,13 +80,7 @@ def _padded(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Rela
     def lay(name: str, rows: Tensor) -> Tensor:
         return padding.pad(rows).transpose(1, 2).contiguous()
 
-    leaves = {name: lay(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()}
-    return Relaid(
-        call=lambda: call(*leaves.values()),
-        leaves=leaves,
-        lay=lay,
-        restore=lambda name, values: padding.unpad(values.transpose(1, 2)),
-    )
+    return Relaid.of(x, call, lay, lambda name, values: padding.unpad(values.transpose(1, 2)))
 
 
 def dense(x: Inputs, bias: Callable[[], Tensor] | None = None) -> Relaid:

@@ -55,10 +55,8 @@ def cost_of_rows(x: Inputs) -> dict[str, Cost]:
 
 def self_attention_module(x: Inputs) -> Callable[[], Tensor]:
     """``JaggedSelfAttention`` without a bias by distance."""
-    try:
-        from torchrec.sparse.jagged_tensor import JaggedTensor
-    except ImportError as error:
-        raise UnavailableError("torchrec is not installed") from error
+    from torchrec.sparse.jagged_tensor import JaggedTensor
+
     from torchrec_jagged_attn import JaggedSelfAttention
 
     attention = JaggedSelfAttention(

@@ -7,7 +7,7 @@ its gradient is theirs.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ class Codes(Inputs):
 
     def over(self, history: Tensor) -> Inputs:
         """The same over rows that are there."""
-        kept = {name: getattr(self, name) for name in Inputs.__dataclass_fields__}
-        return Inputs(**kept | {"leaves": {"query": self.leaves["query"], "history": history}})
+        return replace(self, leaves={"query": self.leaves["query"], "history": history})
 
 
 def make_inputs(case: Case, device: str) -> Codes:
@@ -69,9 +68,9 @@ def make_inputs(case: Case, device: str) -> Codes:
     return Codes(**vars(even), packed=IDS.pack(codes.to(device)))
 
 
-def over_rows(x: Inputs) -> Inputs:
+def over_rows(x: Codes) -> Inputs:
     """Over decoded rows, whose gradient is that of mean and basis."""
-    return x.over(x.decoded()) if isinstance(x, Codes) else x
+    return x if "history" in x.leaves else x.over(x.decoded())
 
 
 def cost(x: Codes) -> dict[str, Cost]:

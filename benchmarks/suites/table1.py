@@ -18,11 +18,11 @@ import torchrec_jagged_attn
 from suites import Cost, Inputs, Relaid, Suite, UnavailableError
 from tests.cases import Case, jagged_lengths, offsets_of
 
-SIZES = {  # of each shape: B, L, D, T and dtype
-    "paper": (1024, 200, 256, 8, torch.float32),
-    "bf16": (1024, 200, 128, 16, torch.bfloat16),
-    "large": (4096, 400, 128, 16, torch.bfloat16),  # past the L2 cache
-    "cpu": (64, 100, 32, 8, torch.float32),
+SIZES = {  # of each shape: B, L, H, D, T and dtype
+    "paper": (1024, 200, 1, 256, 8, torch.float32),
+    "bf16": (1024, 200, 1, 128, 16, torch.bfloat16),
+    "large": (4096, 400, 1, 128, 16, torch.bfloat16),  # past the L2 cache
+    "cpu": (64, 100, 1, 32, 8, torch.float32),
 }
 
 
@@ -33,16 +33,14 @@ class Op:
     Args:
         layout: of each operand and of the result, in letters: ``N`` rows, ``P`` pairs of them,
             ``B`` samples, ``D`` and ``T`` widths.
-        ours: the name of the op.
-        padded: the same on padded operands. A second argument is where rows or pairs are real.
+        padded: the op on padded operands, after where rows or pairs are real.
         fbgemm: the same by FBGEMM's CUDA op, if there is one; and by its SLL Triton op.
         sll: likewise.
         flops: of products, from ``(N, P, D, T)``.
     """
 
     layout: dict[str, str]
-    ours: str
-    padded: Callable[[dict[str, Tensor], Tensor], Tensor]
+    padded: Callable[..., Tensor]
     fbgemm: Callable[["Jagged"], Tensor] | None
     sll: Callable[["Jagged"], Tensor]
     flops: Callable[[int, int, int, int], int]
@@ -74,15 +72,20 @@ class Jagged:
         return [*tensors, self.max_length, self.allow_tf32]
 
 
+def name_of(case: Case) -> str:
+    """Of the op."""
+    return case.name.rpartition("-")[0]
+
+
 def op_of(case: Case) -> Op:
-    return OPS[case.name.rpartition("-")[0]]
+    return OPS[name_of(case)]
 
 
-def masked_softmax(x: Tensor, real: Tensor) -> Tensor:
+def masked_softmax(real: Tensor, x: Tensor) -> Tensor:
     return x.masked_fill(~real, -torch.inf).softmax(1)
 
 
-def masked_softmax_of_pairs(p: Tensor, real: Tensor) -> Tensor:
+def masked_softmax_of_pairs(real: Tensor, p: Tensor) -> Tensor:
     """Only columns are masked: a row with nothing to see would be NaN."""
     return p.masked_fill(~real[:, :1], -torch.inf).softmax(2)
 
@@ -90,8 +93,7 @@ def masked_softmax_of_pairs(p: Tensor, real: Tensor) -> Tensor:
 OPS = {
     "jagged_dense_bmm": Op(
         {"x": "ND", "y": "BDT", "out": "NT"},
-        "jagged_dense_bmm",
-        lambda v, _: v["x"] @ v["y"],
+        lambda real, x, y: x @ y,
         lambda j: torch.ops.fbgemm.jagged_dense_bmm(
             j.leaves["x"], j.offsets, j.leaves["y"], j.max_length
         )[0],
@@ -102,8 +104,7 @@ OPS = {
     ),
     "jagged_jagged_bmm": Op(
         {"x": "ND", "y": "NT", "out": "BDT"},
-        "jagged_jagged_bmm",
-        lambda v, _: v["x"].mT @ v["y"],
+        lambda real, x, y: x.mT @ y,
         lambda j: torch.ops.fbgemm.jagged_jagged_bmm(*j.operands, j.offsets, j.max_length),
         lambda j: torch.ops.fbgemm.sll_jagged_jagged_bmm(
             *j.operands, j.offsets, j.max_length, j.allow_tf32, use_fbgemm_kernel=False
@@ -112,8 +113,7 @@ OPS = {
     ),
     "jagged_softmax": Op(
         {"x": "NT", "out": "NT"},
-        "jagged_softmax",
-        lambda v, real: masked_softmax(v["x"], real),
+        masked_softmax,
         lambda j: torch.ops.fbgemm.jagged_softmax(*j.operands, j.offsets, j.max_length)[0],
         lambda j: torch.ops.fbgemm.sll_jagged_softmax(
             *j.operands, j.offsets, j.max_length, use_fbgemm_kernel=False
@@ -122,24 +122,21 @@ OPS = {
     ),
     "jagged_jagged_bmm_jagged_out": Op(
         {"x": "ND", "y": "ND", "out": "P"},
-        "jagged_jagged_bmm_jagged_out",
-        lambda v, _: v["x"] @ v["y"].mT,
+        lambda real, x, y: x @ y.mT,
         None,
         lambda j: torch.ops.fbgemm.sll_jagged_jagged_bmm_jagged_out(*j.operands, *j.of_pairs()),
         lambda n, p, d, t: 2 * p * d,
     ),
     "array_jagged_bmm_jagged_out": Op(
         {"p": "P", "y": "ND", "out": "ND"},
-        "array_jagged_bmm_jagged_out",
-        lambda v, _: v["p"] @ v["y"],
+        lambda real, p, y: p @ y,
         None,
         lambda j: torch.ops.fbgemm.sll_array_jagged_bmm_jagged_out(*j.operands, *j.of_pairs()),
         lambda n, p, d, t: 2 * p * d,
     ),
     "jagged2_softmax": Op(
         {"p": "P", "out": "P"},
-        "jagged2_softmax",
-        lambda v, real: masked_softmax_of_pairs(v["p"], real),
+        masked_softmax_of_pairs,
         None,
         lambda j: torch.ops.fbgemm.sll_jagged2_softmax(
             *j.operands, j.offsets, j.pair_offsets, j.max_length, transpose=False
@@ -149,20 +146,12 @@ OPS = {
 }
 
 
-def cases() -> dict[str, Case]:
-    """Every op in every shape."""
-    found = {}
-    for shape, (batch_size, max_length, width, targets, dtype) in SIZES.items():
-        for op in OPS:
-            name = f"{op}-{shape}"
-            found[name] = Case(
-                name, batch_size, max_length, 1, width, targets, "uniform", dtype,
-                large=shape != "cpu",
-            )  # fmt: skip
-    return found
-
-
-CASES = cases()
+CASES = {
+    name: Case(name, *sizes, "uniform", dtype, large=shape != "cpu")
+    for shape, (*sizes, dtype) in SIZES.items()
+    for op in OPS
+    for name in [f"{op}-{shape}"]
+}
 
 
 def sizes_of(case: Case, lengths: Tensor) -> dict[str, int]:
@@ -226,14 +215,10 @@ def padded(x: Inputs) -> Relaid:
     """Operands are padded before, and results stay so."""
     op, padding = op_of(x.case), Padding(x)
     layout = op.layout
-    leaves = {
-        name: padding.pad(leaf.detach(), layout[name]).requires_grad_()
-        for name, leaf in x.leaves.items()
-    }
     real = padding.real_of(layout["out"])
-    return Relaid(
-        call=lambda: op.padded(leaves, real),
-        leaves=leaves,
+    return Relaid.of(
+        x,
+        lambda *operands: op.padded(real, *operands),
         lay=lambda name, values: padding.pad(values, layout[name]),
         restore=lambda name, values: padding.unpad(values, layout[name]),
     )
@@ -246,8 +231,8 @@ def through_padding(x: Inputs) -> Callable[[], Tensor]:
     real = padding.real_of(layout["out"])
 
     def call() -> Tensor:
-        values = {name: padding.pad(leaf, layout[name]) for name, leaf in x.leaves.items()}
-        return padding.unpad(op.padded(values, real), layout["out"])
+        operands = [padding.pad(leaf, layout[name]) for name, leaf in x.leaves.items()]
+        return padding.unpad(op.padded(real, *operands), layout["out"])
 
     return call
 
@@ -280,10 +265,9 @@ def fbgemm_sll(x: Inputs) -> Callable[[], Tensor]:
 def ours(x: Inputs) -> Callable[[], Tensor]:
     """The op. A model that made pairs before knows how many there are."""
     jagged = Jagged(x)
-    op = getattr(torchrec_jagged_attn.ops, jagged.op.ours)
-    size = {"total": jagged.num_pairs} if jagged.op.layout["out"] == "P" else {}
-    if jagged.op.ours == "jagged2_softmax":
-        size = {}
+    name = name_of(x.case)
+    size = {"total": jagged.num_pairs} if name == "jagged_jagged_bmm_jagged_out" else {}
+    op = getattr(torchrec_jagged_attn.ops, name)
     return lambda: op(*jagged.operands, jagged.offsets, **size)
 
 
@@ -294,7 +278,7 @@ def cost(x: Inputs) -> dict[str, Cost]:
     flops = op.flops(*(sizes[letter] for letter in "NPDT"))
     operands = sum(leaf.numel() for leaf in x.leaves.values())
     size = x.case.dtype.itemsize
-    kept = out if "softmax" in op.ours else operands
+    kept = out if "softmax" in name_of(x.case) else operands
     return {
         "forward": Cost(size * (operands + out), flops),
         "backward": Cost(size * (kept + out + operands), len(x.leaves) * flops),

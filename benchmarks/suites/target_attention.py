@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from suites import Cost, Inputs, Suite, UnavailableError
+from suites import Cost, Inputs, Suite
 from suites._attention import PEERS, Attend, bias_as_column
 from suites._cases import TRAINING_CASES
 from tests.cases import Case, make_target_inputs
@@ -89,10 +89,8 @@ def ours(
 ) -> Callable[[], Tensor]:
     """``JaggedTargetAttention``, which projects values, as its peers do, and has a recency bias
     where the inputs have one."""
-    try:
-        from torchrec.sparse.jagged_tensor import JaggedTensor
-    except ImportError as error:
-        raise UnavailableError("torchrec is not installed") from error
+    from torchrec.sparse.jagged_tensor import JaggedTensor
+
     from torchrec_jagged_attn import JaggedTargetAttention
 
     module = JaggedTargetAttention(

@@ -36,8 +36,7 @@ class Rows(Inputs):
 
     def copied(self, history: Tensor) -> Inputs:
         """The same over ``history``, a copy of the rows."""
-        kept = {name: getattr(self, name) for name in Inputs.__dataclass_fields__}
-        return Inputs(**kept | {"leaves": self.leaves | {"history": history}})
+        return replace(self, leaves=self.leaves | {"history": history})
 
 
 def make_inputs(case: Case, device: str) -> Rows:
@@ -53,14 +52,9 @@ def make_inputs(case: Case, device: str) -> Rows:
     return Rows(**vars(replace(x, leaves=leaves)), indices=(order % num_rows).to(device))
 
 
-def copy_of_rows(x: Rows) -> Tensor:
-    """``[N, D]``, whose gradient is that of the rows."""
-    return x.leaves["history"].index_select(0, x.indices)
-
-
 def gathered(x: Rows) -> Inputs:
-    """On a copy of the rows."""
-    return x.copied(copy_of_rows(x))
+    """On a copy of the rows ``[N, D]``, whose gradient is theirs."""
+    return x.copied(x.leaves["history"].index_select(0, x.indices))
 
 
 def cost(x: Rows) -> dict[str, Cost]:
