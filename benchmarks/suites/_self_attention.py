@@ -18,6 +18,7 @@ from suites._attention import Attend, Padding, flash_attention_3, torch_varlen, 
 from torchrec_jagged_attn import ops
 
 Call = Callable[[], Tensor]
+ROWS = ("q", "k", "v", "out")
 
 
 def ours(x: Inputs) -> Call:
@@ -73,28 +74,31 @@ def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
     )
 
 
-def _padded(x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Relaid:
-    """Operands are padded before, and results stay so: ``[B, H, L, D]``."""
+def _padded(x: Inputs, call: Callable[..., Tensor]) -> Relaid:
+    """Operands are padded before, and results stay so: ``[B, H, L, D]``. Other leaves stay."""
     padding = Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
 
     def lay(name: str, rows: Tensor) -> Tensor:
-        return padding.pad(rows).transpose(1, 2).contiguous()
+        return padding.pad(rows).transpose(1, 2).contiguous() if name in ROWS else rows
 
-    return Relaid.of(x, call, lay, lambda name, values: padding.unpad(values.transpose(1, 2)))
+    def restore(name: str, values: Tensor) -> Tensor:
+        return padding.unpad(values.transpose(1, 2)) if name in ROWS else values
+
+    return Relaid.of(x, call, lay, restore)
 
 
-def dense(x: Inputs, bias: Callable[[], Tensor] | None = None) -> Relaid:
+def dense(x: Inputs, bias: Callable[[Tensor], Tensor] | None = None) -> Relaid:
     """The textbook formula on padded operands: every product and the softmax by itself.
 
-    ``bias`` makes what is added to the scores, ``[H, L, L]``.
+    ``bias`` makes what is added to the scores, ``[H, L, L]``, from the leaf behind the rows.
     """
     hidden = ~visible_rows(x)
     low = torch.finfo(x.case.dtype).min
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, *table: Tensor) -> Tensor:
         scores = q @ k.mT * x.case.width**-0.5
         if bias is not None:
-            scores = scores + bias()
+            scores = scores + bias(*table)
         return torch.softmax(scores.masked_fill(hidden, low), -1) @ v
 
     return _padded(x, call)

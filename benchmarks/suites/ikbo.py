@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from suites import Cost, Inputs, Relaid, Suite, UnavailableError
+from suites import Inputs, Relaid, Suite, UnavailableError, self_attention
 from suites._attention import (
     Attend,
     expanded_flash_attention_3,
@@ -73,16 +73,6 @@ def make_inputs(case: CandidateCase, device: str) -> Inputs:
 def oracle(x: Inputs) -> Tensor:
     """PyTorch's SDPA on each user."""
     return flash_attention_oracle(*x.leaves.values(), x.query_offsets, x.offsets)
-
-
-def cost(x: Inputs) -> dict[str, Cost]:
-    """Each operand and result moved once; two products of all pairs forward, five backward."""
-    queries, keys = x.leaves["q"].nbytes, x.leaves["k"].nbytes
-    product = 2 * x.num_pairs() * x.case.num_heads * x.case.width
-    return {
-        "forward": Cost(2 * queries + 2 * keys, 2 * product),
-        "backward": Cost(4 * queries + 4 * keys, 5 * product),
-    }
 
 
 def ours(x: Inputs) -> Call:
@@ -138,7 +128,7 @@ SUITE = Suite(
     cases=CASES,
     inputs=make_inputs,
     oracle=oracle,
-    cost=cost,
+    cost=self_attention.cost,
     providers={
         "ours": ours,
         "ikbo": ikbo,

@@ -55,11 +55,13 @@ def oracle(x: Inputs) -> Tensor:
     return by_samples(x, flash_attention_oracle, group=64)
 
 
-def cost(x: Inputs) -> dict[str, Cost]:
-    """Each operand and result moved once; two products of all pairs forward, five backward."""
-    moved = x.leaves["q"].nbytes
-    product = 2 * x.num_pairs() * x.case.num_heads * x.case.width
-    return {"forward": Cost(4 * moved, 2 * product), "backward": Cost(8 * moved, 5 * product)}
+def cost(x: Inputs, num_pairs: int | None = None) -> dict[str, Cost]:
+    """Each operand and result moved once; two products of pairs, by default of all, forward, five
+    backward."""
+    moved = 2 * (x.leaves["q"].nbytes + x.leaves["k"].nbytes)
+    pairs = x.num_pairs() if num_pairs is None else num_pairs
+    product = 2 * pairs * x.case.num_heads * x.case.width
+    return {"forward": Cost(moved, 2 * product), "backward": Cost(2 * moved, 5 * product)}
 
 
 SUITE = Suite(

@@ -29,17 +29,12 @@ def make_inputs(case: Case, device: str) -> Inputs:
     return replace(x, leaves=x.leaves | {TABLE: table.to(device).requires_grad_()})
 
 
-def without_table(x: Inputs) -> Inputs:
-    """Those of ``self_attention``."""
-    return replace(x, leaves={name: leaf for name, leaf in x.leaves.items() if name != TABLE})
-
-
-def bias_of(x: Inputs) -> Callable[[], Tensor]:
-    """What makes the scores of all pairs of a history, ``[H, L, L]`` in the dtype of the rows."""
+def bias_of(x: Inputs) -> Callable[[Tensor], Tensor]:
+    """From the table to scores of all pairs of a history, ``[H, L, L]`` in the dtype of rows."""
     steps = torch.arange(x.max_length, device=x.offsets.device)
     buckets = buckets_of((steps.unsqueeze(1) - steps).abs())
-    table, dtype = x.leaves[TABLE], x.leaves["q"].dtype
-    return lambda: F.embedding(buckets, table).permute(2, 0, 1).to(dtype)
+    dtype = x.leaves["q"].dtype
+    return lambda table: F.embedding(buckets, table).permute(2, 0, 1).to(dtype)
 
 
 def attend_each(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias_HLL: Tensor) -> Tensor:
@@ -57,7 +52,7 @@ def oracle(x: Inputs) -> Tensor:
     """PyTorch's SDPA on each sample, with the bias if ``x`` has a table of it."""
     if TABLE not in x.leaves:
         return base.oracle(x)
-    return base.by_samples(x, attend_each, 64, bias_of(x)())
+    return base.by_samples(x, attend_each, 64, bias_of(x)(x.leaves[TABLE]))
 
 
 def ours_biased(x: Inputs) -> Call:
@@ -68,23 +63,8 @@ def ours_biased(x: Inputs) -> Call:
 
 def unbiased(make: Callable[[Inputs], Call], x: Inputs) -> Relaid:
     """One that takes jagged rows as they are, without the table."""
-    inputs = without_table(x)
+    inputs = replace(x, leaves={name: leaf for name, leaf in x.leaves.items() if name != TABLE})
     return Relaid(make(inputs), inputs.leaves, inputs=inputs)
-
-
-def _beside_table(x: Inputs, own: Relaid) -> Relaid:
-    """``own`` lays all but the table, which it reads as it is."""
-
-    def of_rows(change: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
-        return lambda name, values: values if name == TABLE else change(name, values)
-
-    leaves = own.leaves | {TABLE: x.leaves[TABLE]}
-    return replace(own, leaves=leaves, lay=of_rows(own.lay), restore=of_rows(own.restore))
-
-
-def dense_biased(x: Inputs) -> Relaid:
-    """The textbook formula on padded operands."""
-    return _beside_table(x, dense(without_table(x), bias_of(x)))
 
 
 SUITE = replace(
@@ -100,6 +80,6 @@ SUITE = replace(
             f"{name}-unbiased": functools.partial(unbiased, PEERS[name])
             for name in ("flash-attention-3", "torch-varlen")
         },
-        "padded": dense_biased,
+        "padded": lambda x: dense(x, bias_of(x)),
     },
 )

@@ -4,12 +4,11 @@ Each shape is a case without a window, causal, and one for each window.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from suites import Cost, Inputs
+from suites import Inputs
 from suites import self_attention as base
 from suites._self_attention import Call
 from tests.cases import Case
@@ -53,17 +52,10 @@ def ours(x: Inputs) -> Call:
     return lambda: jagged_flash_attention(q, k, v, x.offsets, causal=True, window=x.case.window)
 
 
-def within_window(attention: Callable[..., Tensor], x: Inputs) -> Tensor:
-    """``attention`` of 4 samples at a time."""
-    attend = functools.partial(attention, causal=True, window=x.case.window)
+def oracle(x: Inputs) -> Tensor:
+    """PyTorch's SDPA on each sample, of 4 samples at a time."""
+    attend = functools.partial(flash_attention_oracle, causal=True, window=x.case.window)
     return base.by_samples(x, attend, group=4)
-
-
-def cost(x: Inputs) -> dict[str, Cost]:
-    """That of ``self_attention``, of the pairs that are seen."""
-    moved = x.leaves["q"].nbytes
-    product = 2 * visible_pairs(x) * x.case.num_heads * x.case.width
-    return {"forward": Cost(4 * moved, 2 * product), "backward": Cost(8 * moved, 5 * product)}
 
 
 SUITE = replace(
@@ -71,7 +63,7 @@ SUITE = replace(
     name="self_attention_window",
     measures="causal self_attention in windows, by visible pair",
     cases=CASES,
-    oracle=functools.partial(within_window, flash_attention_oracle),
-    cost=cost,
+    oracle=oracle,
+    cost=lambda x: base.cost(x, visible_pairs(x)),
     providers={"ours": ours},
 )
