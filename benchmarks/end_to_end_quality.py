@@ -35,7 +35,7 @@ from events import NUM_DENSE_FEATURES, Events, Examples, evaluation_batches, tra
 from movielens import read_movielens
 from options import HelpFormatter, number, writable_file
 from planted import planted_log
-from quality_models import rate
+from quality_models import ATTENDED, rate, tables_of
 from torch import Tensor
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM, DLRMTrain
@@ -53,7 +53,6 @@ TABLE_LR, TABLE_LR_OF_LOGS = 0.05, 0.01
 """Of RowWiseAdagrad. With the first, losses jump where films are rated by thousands of users."""
 POINTS = 10
 """Of an epoch, where figures are taken."""
-ATTENDED = ("item", "category")
 
 
 def read_events(data: str) -> Events:
@@ -64,15 +63,7 @@ def read_events(data: str) -> Events:
 
 def make_model(provider: Provider, events: Events) -> DLRMTrain:
     """As in ``examples/train_dlrm.py``, but that no attention has a bias by recency."""
-    tables = [
-        EmbeddingBagConfig(
-            name=f"{name}_table",
-            embedding_dim=WIDTH,
-            num_embeddings=rows,
-            feature_names=[name, f"{name}_history"] if name in ATTENDED else [name],
-        )
-        for name, rows in events.log.cardinalities().items()
-    ]
+    tables = tables_of(EmbeddingBagConfig, events.log.cardinalities(), WIDTH)
     config = TargetAttentionConfig(
         target=[*ATTENDED],
         history=[f"{name}_history" for name in ATTENDED],

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_jagged_attn import JaggedTargetAttention
 
-__all__ = ["POOLINGS", "Ranker", "Run", "rate"]
+ATTENDED = ("item", "category")
+Table = TypeVar("Table", bound=BaseEmbeddingConfig)
 
 
 def rate(logits: Tensor, labels: Tensor) -> tuple[float, float]:
@@ -45,6 +47,19 @@ class Run:
     table_decay: float = 0.0
 
 
+def tables_of(kind: type[Table], cardinalities: dict[str, int], width: int) -> list[Table]:
+    """One table for each feature; a history shares the table of what it is a history of."""
+    return [
+        kind(
+            name=f"{name}_table",
+            embedding_dim=width,
+            num_embeddings=rows,
+            feature_names=[name, f"{name}_history"] if name in ATTENDED else [name],
+        )
+        for name, rows in cardinalities.items()
+    ]
+
+
 class Ranker(nn.Module):
     """Logits from a candidate, the pooled history, their product, and further features.
 
@@ -60,19 +75,9 @@ class Ranker(nn.Module):
     def __init__(self, run: Run, cardinalities: dict[str, int], num_dense: int) -> None:
         super().__init__()
         self.num_dense = num_dense
-        self.attended = [name for name in ("item", "category") if name in cardinalities]
+        self.attended = [name for name in ATTENDED if name in cardinalities]
         self.others = [name for name in cardinalities if name not in self.attended]
-        self.tables = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(
-                    name=f"{name}_table",
-                    embedding_dim=run.width,
-                    num_embeddings=rows,
-                    feature_names=[name, f"{name}_history"] if name in self.attended else [name],
-                )
-                for name, rows in cardinalities.items()
-            ]
-        )
+        self.tables = EmbeddingCollection(tables_of(EmbeddingConfig, cardinalities, run.width))
         embed_dim = run.width * len(self.attended)
         # Before the pooling, so that they start alike with each.
         self.layers = nn.Sequential(

@@ -7,8 +7,6 @@ from typing import Any
 
 import pandas as pd
 
-__all__ = ["TUNED", "comparison", "figure_rows", "ways_rows"]
-
 TUNED = [
     *("dense_lr", "table_lr", "half_life"),
     *("row_dropout", "dropout", "weight_decay", "table_decay"),
@@ -62,16 +60,18 @@ def figure_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
     stamps = trainings.groupby(["data", "pooling"])[STAMP].max()
     rows = []
     for row in comparison(trainings).to_dict("records"):
-        measured = stamps.loc[(row["data"], row["pooling"])].to_dict()
-        labels = {
-            "suite": "quality", "case": Path(row["data"]).name, "provider": row["pooling"],
-            "mode": "test", "gpu": measured.pop("device"), **measured,
-        }  # fmt: skip
+        stamp = stamps.loc[(row["data"], row["pooling"])]
+        labels = _labels("quality", Path(row["data"]).name, row["pooling"], stamp)
         for metric in ("auc", "auc_se", "ahead", "ahead_se"):
             if row[metric] == row[metric]:
                 figure = {"metric": metric, "median": f"{row[metric]:.4f}", "unit": "AUC"}
                 rows.append(labels | figure)
     return rows
+
+
+def _labels(suite: str, case: str, provider: str, stamp: pd.Series) -> dict[str, Any]:
+    labels = {"suite": suite, "case": case, "provider": provider, "mode": "test"}
+    return labels | stamp.rename({"device": "gpu"}).to_dict()
 
 
 def ways_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
@@ -86,23 +86,19 @@ def ways_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
     Raises:
         ValueError: trainings of a log differ in another setting.
     """
-    labels = {"data", "way", "budget", "seed", *SETTINGS, *STAMP, "torchrec_jagged_attn"}
-    figures = [name for name in trainings.columns if name not in labels]
+    others = {"data", "way", "budget", "seed", *SETTINGS, *STAMP, "torchrec_jagged_attn"}
+    figures = [name for name in trainings.columns if name not in others]
     rows = []
     for data, of_data in trainings.groupby("data", sort=False):
         for name in of_data.columns.intersection(SETTINGS):
             if (found := of_data[name].unique()).size > 1:
                 raise ValueError(f"{name} must be the same for all of {data}, got {found.tolist()}")
         for (way, budget), part in of_data.groupby(["way", "budget"], sort=False):
-            measured = part[STAMP].max().to_dict()
-            label = {
-                "suite": "ways", "case": data, "provider": f"{way}-{budget:g}", "mode": "test",
-                "gpu": measured.pop("device"), **measured,
-            }  # fmt: skip
+            labels = _labels("ways", data, f"{way}-{budget:g}", part[STAMP].max())
             for name in figures:
                 metric, _, unit = name.partition(", ")
                 for kind, value in (("", part[name].mean()), ("_se", part[name].sem())):
                     if value == value:
                         figure = {"metric": f"{metric}{kind}", "median": f"{value:.5g}"}
-                        rows.append(label | figure | {"unit": unit or SCORES.get(name, name)})
+                        rows.append(labels | figure | {"unit": unit or SCORES.get(name, name)})
     return rows
