@@ -260,11 +260,6 @@ def learner(model: Ranker, lr: float) -> Callable[[KeyedJaggedTensor, Tensor], N
     return learn
 
 
-def inferrer(model: Ranker) -> Callable[[KeyedJaggedTensor, Tensor], Tensor]:
-    """A step of inference, which needs no labels."""
-    return torch.no_grad()(lambda features, _: model(features))
-
-
 @torch.no_grad()
 def evaluate(model: Ranker, examples: Examples, size: int) -> tuple[float, float]:
     """NE and AUC of the test."""
@@ -341,8 +336,8 @@ def train(
         return ne, auc, np.nan, np.nan
     timed = examples.batches(examples.train, BATCH, shuffled=True)
     batches = [batch for batch, _ in zip(timed, range(4), strict=False)]
-    training = examples_per_second(learn, batches, args.seconds)
-    return ne, auc, training, examples_per_second(inferrer(model), batches, args.seconds)
+    infer = torch.no_grad()(lambda features, _: model(features))
+    return ne, auc, *(examples_per_second(f, batches, args.seconds) for f in (learn, infer))
 
 
 def table_of(lines: pd.DataFrame) -> str:

@@ -16,7 +16,6 @@ of many calls without a wait for the GPU, with backward in autograd's thread, an
 """
 
 import argparse
-import contextlib
 import fnmatch
 import functools
 import gc
@@ -25,7 +24,7 @@ import pkgutil
 import sys
 import textwrap
 import timeit
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -353,17 +352,6 @@ def select(what: str, patterns: list[str], names: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
 
 
-@contextlib.contextmanager
-def num_threads(number: int) -> Iterator[None]:
-    """A context in which PyTorch runs in so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def print_names(suites: list[Suite], *, all_names: bool) -> None:
     """What each suite measures, and how many cases it has; or all that options may name."""
     for suite in suites:
@@ -450,10 +438,11 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
 
     # One stream for all: a graph cannot capture the default one, nor a backward that began there.
     stream = torch.cuda.Stream() if args.device == "cuda" else None
+    num_threads = torch.get_num_threads()
+    # Threads only wait for each other where inputs are tiny, and for long where cores are busy.
+    torch.set_num_threads(1 if args.quick else num_threads)
     try:
-        # Threads only wait for each other where inputs are tiny, and for long where cores are busy.
-        threads = num_threads(1 if args.quick else torch.get_num_threads())
-        with torch.cuda.stream(stream), threads:
+        with torch.cuda.stream(stream):
             bandwidth = copy_bandwidth(args.device, args.quick)
             print(", ".join(f"{key} {value}" for key, value in measured.items()))
             print(f"copy {bandwidth / 1e12:.3g} TB/s, reads and writes counted")
@@ -478,6 +467,7 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
                         is_ours = any(name.startswith("ours") for name in lacking)
                         ours_failed |= is_ours and not reason.startswith("not run")
     finally:  # what was measured is kept, also after Ctrl-C
+        torch.set_num_threads(num_threads)
         write()
     return int(ours_failed)
 

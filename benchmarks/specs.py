@@ -97,8 +97,11 @@ OPS = (
 )
 RANKING = [name for name, case in TRAINING_CASES.items() if case.large]
 OF_STEPS = {label: name for name, label in STEP_PROVIDERS.items()}
-HOST = ("forward host_time", "both host_time", "both host_time_one_thread")
-HOST_HEADS = ("forward", "forward and backward", "the same in one thread")
+HOST = {
+    "forward": "forward host_time",
+    "forward and backward": "both host_time",
+    "the same in one thread": "both host_time_one_thread",
+}
 
 
 def lines(*of: str) -> str:
@@ -335,11 +338,8 @@ OP_TABLES = {
             **ops("host"),
         },
         lines(
-            *(f"{head}, µs = {{ours {of} µs}}" for head, of in zip(HOST_HEADS, HOST, strict=True)),
-            *(
-                f"best peer, {head} = {{best-peer {of} ×}}"
-                for head, of in zip(HOST_HEADS, HOST, strict=True)
-            ),
+            *(f"{head}, µs = {{ours {of} µs}}" for head, of in HOST.items()),
+            *(f"best peer, {head} = {{best-peer {of} ×}}" for head, of in HOST.items()),
         ),
     ),
     "self_attention_window": Table(

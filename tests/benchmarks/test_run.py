@@ -166,18 +166,15 @@ def test_quick_run_writes_csv_and_table(tmp_path, capsys):
 
 
 def test_a_quick_time_is_that_of_a_call():
-    before = torch.get_num_threads()
     calls = []
     median, low, high = run.time_ms(lambda: (calls.append(1), time.sleep(0.01)), "cpu", quick=True)
     assert 10 <= low <= median <= high
     assert len(calls) == run.QUICK_REPEATS
-    with run.num_threads(1):
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
 
 
 def test_what_stays_after_a_case_is_not_looked_through_as_garbage(tmp_path, monkeypatch):
     stays, looked_through, release = [], [], run.release
+    num_threads, set_threads = torch.get_num_threads(), []
 
     def imports_much(x):
         stays.append([[] for _ in range(10**6)])
@@ -188,8 +185,10 @@ def test_what_stays_after_a_case_is_not_looked_through_as_garbage(tmp_path, monk
         release(device)
 
     monkeypatch.setattr(run, "release", counting)
+    monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
     known = {KERNEL.name: replace(KERNEL, providers={"ours-kernel": imports_much})}
     run_quickly(tmp_path, "--cases", "rank-1k-fp32,cpu-skewed", "--modes", "forward", known=known)
+    assert set_threads == [1, num_threads]
     before_first, after_first, before_second, _ = looked_through
     assert before_first < 10**6 < after_first
     assert before_second < 10**6
