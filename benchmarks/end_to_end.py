@@ -35,6 +35,7 @@ import argparse
 import contextlib
 import gc
 import itertools
+import json
 import logging
 import sys
 import tempfile
@@ -74,16 +75,17 @@ from end_to_end_models import (
 from end_to_end_peers import PROVIDERS, check_attentions, in_a_line, set_longest
 from end_to_end_results import SIZES, add, matching, measured_with, step_table
 from end_to_end_trace import SentBytes, Trace
+from figures import LACKS_MEMORY
 from options import HelpFormatter, number, writable_file
 
 from torchrec_jagged_attn.modules.target_attention_arguments import check_target_heads
 
-LACKS_MEMORY = ("out of memory", "alloc_failed")  # of CUDA, and of its libraries
 BATCHES = {200: 4096, 1000: 2048, 4000: 512}
 """Samples of a step and rank, unless --batch says so: of this mean, or of the next smaller one."""
 QUICK = Sizes(5, 16, features=3, feature_rows=40, item_rows=60, width=32,
               dense=(16,), over=(16, 1))  # fmt: skip
 DEFAULT = ("sum", "linear-varlen", "ours", "ours-value-projection", "ours-rows-travel")
+WAYS = ("by_popularity", "cuda_graph", "fused")  # in which cases of equal sizes differ
 NUM_BATCHES = 4  # which steps go through again and again
 WARMUP = 4  # steps before all else: those ahead of a pipeline are of the batches before
 STEPS_OF_ROUND = 4 * NUM_BATCHES
@@ -96,7 +98,7 @@ class Training:
 
     Args:
         warmup: steps with new batches that go before all else.
-        options: of :func:`make_pipeline`.
+        sharding: of :func:`make_pipeline`.
 
     Attributes:
         rows_per_sample: of its histories, in the mean.
@@ -110,7 +112,7 @@ class Training:
         device: torch.device,
         *,
         warmup: int = WARMUP,
-        **options: Any,
+        sharding: str = SHARDINGS[0],
     ) -> None:
         self.name, self.device = name, device
         self.on_gpu, self.provider = device.type == "cuda", PROVIDERS[name]
@@ -118,7 +120,15 @@ class Training:
         before = torch.cuda.memory_allocated() if self.on_gpu else 0
         torch.manual_seed(0)
         model = make_model(self.provider, sizes)
-        self.pipeline = make_pipeline(self.provider, model, sizes.batch, device, **options)
+        self.pipeline = make_pipeline(
+            self.provider,
+            model,
+            sizes.batch,
+            device,
+            sharding=sharding,
+            cuda_graph=sizes.cuda_graph,
+            fused=sizes.fused,
+        )
         self.use(sizes)
         self.held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
 
@@ -177,7 +187,7 @@ class Training:
         """Bytes of a step in the mean of ranks: all, those that depend on the length of histories,
         and of these the ones in floating point."""
         counted = []
-        for batches in ([newest_events(batch) for batch in self.made], self.made):
+        for batches in ([newest_events(batch, self.sizes) for batch in self.made], self.made):
             self.go_through(batches)
             with SentBytes() as sent:
                 self.run(len(batches))
@@ -222,7 +232,7 @@ class Training:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "trace.json")
             profiled.export_chrome_trace(str(file))
-            trace = Trace.read(file)
+            trace = Trace(json.loads(file.read_text())["traceEvents"])
         busy = trace.busy_us / STEPS_TO_PROFILE / 1e3
         yield {"metric": "gpu_busy", "unit": "ms", "median": busy}
         for i, (name, us) in enumerate(itertools.islice(trace.kernels_us.items(), KERNELS), 1):
@@ -230,16 +240,11 @@ class Training:
                    "median": us / STEPS_TO_PROFILE / 1e3}  # fmt: skip
 
 
-def labels_of(sizes: Sizes, cuda_graph: bool = False, fused: bool = False) -> dict[str, Any]:
+def labels_of(sizes: Sizes) -> dict[str, Any]:
     """Which case it is: what tells measurements of one provider apart."""
     gpus = dist.get_world_size()
-    ways = {
-        f"batch-{sizes.batch}": sizes.batch not in (*BATCHES.values(), QUICK.batch),
-        "by-popularity": sizes.by_popularity,
-        "cuda-graph": cuda_graph,
-        "fused": fused,
-    }
-    ways = [way for way, is_taken in ways.items() if is_taken]
+    ways = [f"batch-{sizes.batch}"] * (sizes.batch not in (*BATCHES.values(), QUICK.batch))
+    ways += [name.replace("_", "-") for name in WAYS if getattr(sizes, name)]
     of_requests = (sizes.candidates, sizes.candidate_features)
     return {
         "suite": "end_to_end",
@@ -258,11 +263,8 @@ class Measurement:
         left: providers for which there was no memory beside the others.
     """
 
-    def __init__(
-        self, device: torch.device, csv: Path, *, cuda_graph: bool = False, fused: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, csv: Path) -> None:
         self.device, self.csv = device, csv
-        self.way = {"cuda_graph": cuda_graph, "fused": fused}
         self.trainings: dict[str, Training] = {}
         self.left: list[str] = []
 
@@ -305,7 +307,7 @@ class Measurement:
             clear_memory()
 
     def build(self, name: str, sizes: Sizes) -> None:
-        self.trainings[name] = Training(name, sizes, self.device, **self.way)
+        self.trainings[name] = Training(name, sizes, self.device)
         clear_memory()
 
     def in_turns(self, sizes: Sizes, names: list[str], do: Callable[[Training], None]) -> None:
@@ -343,7 +345,7 @@ class Measurement:
         self.add(training.name, training.sizes, [{**of_rows, **row} for row in rows])
 
     def add(self, name: str, sizes: Sizes, rows: list[dict[str, Any]]) -> None:
-        label = {**labels_of(sizes, **self.way), **measured_with(), "provider": name}
+        label = {**labels_of(sizes), **measured_with(), "provider": name}
         if dist.get_rank() == 0:
             add(self.csv, [{**label, **row} for row in rows])
 
@@ -363,16 +365,15 @@ def clear_memory() -> None:
 
 
 def sizes_of(args: argparse.Namespace) -> list[Sizes]:
-    """Those asked for; without a GPU, or with --quick, ``QUICK`` of as many candidates."""
-    of_requests = {name: getattr(args, name) for name in ("candidates", "candidate_features")}
+    """Those asked for; without a GPU, or with --quick, ``QUICK`` in their place."""
+    same = {name: getattr(args, name) for name in ("candidates", "candidate_features", *WAYS)}
     if args.quick or not torch.cuda.is_available():
-        return [replace(QUICK, **of_requests)]
+        return [replace(QUICK, **same)]
     return [
         Sizes(
             mean,
             args.batch or BATCHES[max(m for m in BATCHES if m <= max(mean, min(BATCHES)))],
-            **of_requests,
-            by_popularity=args.by_popularity,
+            **same,
         )
         for mean in args.mean
     ]
@@ -427,22 +428,21 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     with process_group() as device, tempfile.TemporaryDirectory() as folder:
         csv = args.csv or Path(folder, "results.csv")
-        way = {"cuda_graph": args.cuda_graph, "fused": args.fused}
 
         def known(sizes: Sizes) -> pd.DataFrame:
-            return matching(csv, labels_of(sizes, **way))
+            return matching(csv, labels_of(sizes))
 
         missing = {
             sizes: [name for name in args.providers if name not in {*known(sizes)["provider"]}]
             for sizes in sizes_of(args)
         }
         dist.barrier()  # before anything is added
-        measurement = Measurement(device, csv, **way)
+        measurement = Measurement(device, csv)
         if missing := {sizes: names for sizes, names in missing.items() if names}:
             measurement.run(missing, args.rounds)
         if dist.get_rank() == 0:
             for sizes in sizes_of(args):
-                case = labels_of(sizes, **way)["case"]
+                case = labels_of(sizes)["case"]
                 print(f"{case}, batch {sizes.batch}:\n{step_table(known(sizes))}\n")
         if left := measurement.left:
             print(f"{', '.join(left)}: out of memory beside the others; call this once more")

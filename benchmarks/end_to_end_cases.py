@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-__all__ = ["GPUS", "SHARDINGS", "step_case"]
-
 GPUS = (1, 2, 4, 8)
 SHARDINGS = ("row_wise", "table_wise")
 """Of the item table, on several GPUs."""

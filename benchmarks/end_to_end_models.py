@@ -42,17 +42,6 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.events import EventSelection
 
-__all__ = [
-    "CLIP",
-    "Sizes",
-    "make_batches",
-    "make_lengths",
-    "make_model",
-    "make_pipeline",
-    "newest_events",
-    "process_group",
-]
-
 NUM_DENSE = 13
 CLIP = 4
 """The longest history, as a multiple of the mean."""
@@ -77,6 +66,8 @@ class Sizes:
             uniform.
         by_popularity: whether the table is in this order. Else popular rows lie all over it, as
             where ids are hashed.
+        cuda_graph: whether dense layers are replayed.
+        fused: whether the pipeline is a ``TrainPipelineFusedSparseDist``.
         dense: widths of the layers for dense features; ``width`` follows.
         over: widths of the layers after the interaction.
     """
@@ -92,6 +83,8 @@ class Sizes:
     width: int = 128
     skew: float = 3.0
     by_popularity: bool = False
+    cuda_graph: bool = False
+    fused: bool = False
     dense: tuple[int, ...] = (512, 256)
     over: tuple[int, ...] = (1024, 1024, 512, 256, 1)
 
@@ -185,8 +178,9 @@ def _draw(sizes: Sizes, generator: torch.Generator, by_request: bool) -> Batch:
         of_each = make_lengths(sizes, generator) if is_history else torch.ones(sizes.requests)
         of_each = of_each.long()
         drawn = ids(key, int(of_each.sum()))
-        if not by_request:
-            drawn = _repeat(drawn, of_each, sizes.candidates)
+        if not by_request and sizes.candidates > 1:
+            of_requests = drawn.split(of_each.tolist())
+            drawn = torch.cat([ids.repeat(sizes.candidates) for ids in of_requests])
             of_each = of_each.repeat_interleave(sizes.candidates)
         values.append(drawn)
         lengths.append(of_each)
@@ -206,48 +200,27 @@ def _draw(sizes: Sizes, generator: torch.Generator, by_request: bool) -> Batch:
     )
 
 
-def newest_events(batch: Batch) -> Batch:
+def newest_events(batch: Batch, sizes: Sizes) -> Batch:
     """The batch with the newest event of each history alone."""
-    features = batch.sparse_features
-    values, lengths = [], []
-    for key in [*features.keys()]:
-        ids, of_each = features[key].values(), features[key].lengths()
-        if key.startswith("history"):
-            ids, of_each = ids[of_each.cumsum(0) - 1], torch.ones_like(of_each)
-        values.append(ids)
-        lengths.append(of_each)
-    short = KeyedJaggedTensor(features.keys(), torch.cat(values), lengths=torch.cat(lengths))
-    made = Batch(batch.dense_features, short, batch.labels)
+    newest = nn.Sequential(*(EventSelection([key], 1) for key in sizes.history_keys))
+    made = Batch(batch.dense_features, newest(batch.sparse_features), batch.labels)
     return made.pin_memory() if batch.labels.is_pinned() else made
-
-
-def _repeat(values: Tensor, lengths: Tensor, times: int) -> Tensor:
-    """The values of each request, so many times."""
-    if times == 1:
-        return values
-    return torch.cat([x.repeat(times) for x in values.split(lengths.tolist())])
 
 
 def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
     """A DLRM on the meta device."""
     histories = sizes.history_keys
+    features = {str(i): ([f"feature_{i}"], sizes.feature_rows) for i in range(sizes.features)}
+    features["item"] = ["item", *histories], sizes.item_rows
     tables = [
         EmbeddingBagConfig(
-            name=f"table_{i}",
+            name=f"table_{name}",
             embedding_dim=sizes.width,
-            num_embeddings=sizes.feature_rows,
-            feature_names=[f"feature_{i}"],
+            num_embeddings=rows,
+            feature_names=names,
         )
-        for i in range(sizes.features)
+        for name, (names, rows) in features.items()
     ]
-    tables.append(
-        EmbeddingBagConfig(
-            name="table_item",
-            embedding_dim=sizes.width,
-            num_embeddings=sizes.item_rows,
-            feature_names=["item", *histories],
-        )
-    )
     configs = [
         TargetAttentionConfig(target="item", history=history, **provider.options)
         for history in histories
@@ -332,13 +305,7 @@ def make_pipeline(
 def make_sharders(provider: Provider, device: torch.device) -> list[ModuleSharder]:
     """Of pooled lookups and of sequences; these are in bf16 on a GPU."""
     fused = {"output_dtype": SparseType.BF16} if device.type == "cuda" else {}
-    bags = EmbeddingBagCollectionSharder(fused_params={**fused})
-    if provider.rows_stay:
-        return [bags, HistoryEmbeddingCollectionSharder(fused_params={**fused})]
-    return [
-        bags,
-        EmbeddingCollectionSharder(
-            fused_params={**fused},  # pyright: ignore[reportArgumentType]
-            use_index_dedup=provider.index_dedup,
-        ),
-    ]
+    sequences = HistoryEmbeddingCollectionSharder(fused_params={**fused})
+    if not provider.rows_stay:
+        sequences = EmbeddingCollectionSharder({**fused}, use_index_dedup=provider.index_dedup)
+    return [EmbeddingBagCollectionSharder(fused_params={**fused}), sequences]

@@ -25,15 +25,6 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
 )
 
-__all__ = [
-    "PROVIDERS",
-    "Provider",
-    "check_attentions",
-    "in_a_line",
-    "make_collection",
-    "set_longest",
-]
-
 DIN_LAYERS = (256, 64)
 MAX_PADDED = 2**30
 """Elements of a padded tensor: FBGEMM and PyTorch count its places in int32."""

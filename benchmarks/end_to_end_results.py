@@ -11,8 +11,6 @@ import pandas as pd
 from end_to_end_peers import PROVIDERS
 from stamps import stamp
 
-__all__ = ["SIZES", "add", "matching", "measured_with", "step_table"]
-
 SIZES = ("batch", "histories", "width", "table_rows", "skew")
 COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit", "note",
            "batch", "histories", "width", "heads", "table_rows", "skew", "gpus", "rows_per_sample",

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = ["SentBytes", "Trace"]
 
 
 class Trace:
@@ -38,11 +34,6 @@ class Trace:
             end = max(end, last)
             kernels_us[event["name"]] += event["dur"]
         self.kernels_us = dict(kernels_us.most_common())
-
-    @classmethod
-    def read(cls, file: Path) -> Trace:
-        """From a file that ``torch.profiler`` has written."""
-        return cls(json.loads(file.read_text())["traceEvents"])
 
 
 class SentBytes(TorchDispatchMode):

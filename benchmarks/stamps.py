@@ -10,8 +10,6 @@ import torch
 
 import torchrec_jagged_attn
 
-__all__ = ["stamp"]
-
 
 def stamp(*packages: str, device: str | None = None) -> dict[str, str]:
     """Columns of a CSV: the GPU, or the kind of processor, versions, and now.

@@ -387,7 +387,7 @@ def main_on_rank(options: list[str], **environment: str) -> int:
 
 def test_the_newest_events_are_left():
     (batch,) = make_batches(QUICK, 1, torch.device("cpu"))
-    short = newest_events(batch)
+    short = newest_events(batch, QUICK)
     for key in (*QUICK.keys_of_requests, *QUICK.keys_of_candidates):
         before, after = (x.sparse_features[key].to_dense() for x in (batch, short))
         assert [x.tolist() for x in after] == [x[-1:].tolist() for x in before]
