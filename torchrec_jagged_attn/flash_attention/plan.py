@@ -112,7 +112,7 @@ _NO_BIAS = Condition("no bias", lambda call: not call.biased)
 # The largest score is that of the largest product; the general kernels negate queries instead.
 _SCALE = Condition("scale >= 0", lambda call: not call.negative_scale)
 _IN_BOXES = Condition(
-    "rows on every side, whose widths, strides and addresses are multiples of 16 bytes",
+    "q, k and v have rows, with widths, strides and addresses of multiples of 16 bytes",
     lambda call: call.in_boxes,
 )
 

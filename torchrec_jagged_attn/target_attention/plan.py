@@ -146,11 +146,11 @@ _GLUON = (
     Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
     Condition("history rows at multiples of 16 bytes, or packed codes", _rows_are_aligned),
     Condition(
-        "a bias of each row with one target only",
+        "a bias per row with one target per sample only",
         lambda x: not x.bias or x.prior or x.num_targets == 1,
     ),
     Condition(
-        f"tables of up to {MOST_BUCKETS} buckets together", lambda x: x.buckets <= MOST_BUCKETS
+        f"bias tables of up to {MOST_BUCKETS} buckets together", lambda x: x.buckets <= MOST_BUCKETS
     ),
 )
 _MORE_ROWS = (
@@ -182,16 +182,14 @@ PATHS = (
             *_GLUON,
             Condition("no packed codes", lambda x: not x.of_codes),
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
-            Condition(
-                "no indices: boxes are of rows one after the other", lambda x: not x.by_index
-            ),
+            Condition("no gather indices: TMA reads consecutive rows", lambda x: not x.by_index),
             Condition("fewer than 2³⁰ history rows", lambda x: x.addressable),
             Condition(
-                "backward without a bias of each row",
+                "no bias per row in backward",
                 lambda x: not (x.backward and x.bias and not x.prior),
             ),
             Condition(
-                f"backward with up to {MOST_BUCKETS_OF_TABLE} buckets a table",
+                f"up to {MOST_BUCKETS_OF_TABLE} buckets per bias table in backward",
                 lambda x: (
                     not x.backward or max(x.num_positions, x.num_ages) <= MOST_BUCKETS_OF_TABLE
                 ),
@@ -207,11 +205,11 @@ PATHS = (
             Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
             *_GLUON,
             Condition(
-                "no tables in fp32 backward over codes: general has their gradients more exactly",
+                "no bias tables in fp32 backward over codes: general's gradients are more exact",
                 lambda x: not (x.backward and x.of_codes) or x.half or x.buckets == 0,
             ),
             Condition(
-                "tables or codes in half-precision backward, where general is faster without",
+                "bias tables or codes in half-precision backward: without, general is faster",
                 lambda x: not (x.backward and x.half) or x.buckets > 0 or x.of_codes,
             ),
         ),
