@@ -73,7 +73,7 @@ class EncoderConfig:
 
 @dataclass
 class TargetAttentionConfig:
-    """Which history attends to which target, and how.
+    """Which target attends to which history, and how.
 
     With several targets or histories, their embeddings are concatenated along the columns, as side
     information of the events, and one attention runs over the sum of their widths.

@@ -335,7 +335,7 @@ class _Permute(torch.autograd.Function):
 
 
 class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
-    """Shards EmbeddingCollections such that rows of histories stay on the ranks that own them.
+    """An EmbeddingCollectionSharder that leaves history rows on the ranks that own them.
 
     It replaces ``EmbeddingCollectionSharder`` among the ``sharders`` of a
     ``DistributedModelParallel`` and its planner. Histories of

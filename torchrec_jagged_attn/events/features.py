@@ -29,7 +29,7 @@ HOUR, DAY, WEEK = 3600.0, 86_400.0, 604_800.0
 
 
 class TimeEncoding(nn.Module):
-    r"""When an event was, as a few numbers: its age and the time in some periods.
+    r"""Encodes the time of an event by its age and its phase in several periods.
 
     .. math:: \log(1 + age_n), \quad \sin(2 \pi t_n / p), \quad \cos(2 \pi t_n / p)
 
@@ -94,7 +94,7 @@ class TimeEncoding(nn.Module):
 
 
 class EventBasedFeature(nn.Module):
-    """Turns attributes of events into one row an event, a history for attention.
+    """Turns the attributes of events into one row per event, a history for attention.
 
     Ids of each attribute are looked up and pooled by a table, as an ``EmbeddingBagCollection`` does
     whose samples are events. A linear layer compresses the row of all attributes and the encoding

@@ -231,7 +231,7 @@ def _mutual_information(counts: Tensor) -> Tensor:
 def rank_attributes(
     attributes: Tensor, converted: Tensor, count: int, *, min_redundancy: bool = False
 ) -> tuple[list[int], list[float]]:
-    r"""Choose the attributes of events that tell most of their conversion.
+    r"""Choose the attributes of events with the most information on conversions.
 
     The relevance of an attribute is its mutual information with conversion, in nats. With
     ``min_redundancy`` they are chosen one after the other, each the one with the most relevance

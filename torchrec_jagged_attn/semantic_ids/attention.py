@@ -34,7 +34,7 @@ def jagged_target_attention_over_codes(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    r"""Attend query rows over the decoded rows of their own sample, which are never made.
+    r"""Attend from query rows to the decoded rows of their sample, which are not materialized.
 
     For query row :math:`q`, over its sample's rows :math:`\hat x_n = \mu + B^T c_n` of codes
     :math:`c_n`,

@@ -35,7 +35,7 @@ LEAST_SPREAD = 1e-140
 
 
 class DiscretePCA(nn.Module):
-    r"""Rows as their mean and a sum of directions, each times a code.
+    r"""Encodes rows as integer codes: a mean plus a sum of directions, each times a code.
 
     .. math:: \hat x = \mu + \sum_l c_l b_l = \mu + B^T c, \qquad c_l \in \{-h, …, h\}
 

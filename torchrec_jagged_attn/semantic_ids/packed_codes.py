@@ -27,7 +27,7 @@ INT64_BYTES = 8
 
 @dataclass(frozen=True)
 class PackedCodes:
-    r"""How the codes of a row lie in bytes: as many to a byte as fit, five of three levels.
+    r"""Packs the codes of a row into bytes, as many per byte as fit: five of three levels.
 
     With :math:`h = (levels - 1) / 2`, codes :math:`c_l` are integers of :math:`-h` to :math:`h`,
     and a byte of :math:`k` codes is
