@@ -215,3 +215,67 @@ def _bias_of_rows(
     left = prior_weights > 0
     logs = prior_weights.masked_fill(~left, 1).log().unsqueeze(1).to(dtype)
     return logs if bias is None else bias + logs, left
+
+
+def _split(x: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    return x.split(offsets.diff().tolist())
+
+
+def _pairs_of(p: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> list[Tensor]:
+    """``[Lx, Ly]`` of each sample."""
+    x_lengths, y_lengths = x_offsets.diff().tolist(), y_offsets.diff().tolist()
+    parts = p.split([x * y for x, y in zip(x_lengths, y_lengths, strict=True)])
+    return [part.view(x, y) for part, x, y in zip(parts, x_lengths, y_lengths, strict=True)]
+
+
+def jagged_dense_bmm_oracle(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    return torch.cat([x[:0] @ x.new_zeros(*y.shape[1:]), *map(torch.mm, _split(x, offsets), y)])
+
+
+def jagged_jagged_bmm_oracle(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    parts = zip(_split(x, offsets), _split(y, offsets), strict=True)
+    empty = x.new_zeros(0, x.shape[1], y.shape[1])
+    return torch.cat([empty, *((x_LD.T @ y_LT).unsqueeze(0) for x_LD, y_LT in parts)])
+
+
+def jagged_softmax_oracle(x: Tensor, offsets: Tensor) -> Tensor:
+    return torch.cat([x[:0], *(x_LT.softmax(0) for x_LT in _split(x, offsets))])
+
+
+def jagged_jagged_bmm_jagged_out_oracle(
+    x: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor | None = None,
+    total: int | None = None,
+) -> Tensor:
+    y_offsets = x_offsets if y_offsets is None else y_offsets
+    parts = zip(_split(x, x_offsets), _split(y, y_offsets), strict=True)
+    return torch.cat([x[:0, 0], *((x_LD @ y_LD.T).flatten() for x_LD, y_LD in parts)])
+
+
+def array_jagged_bmm_jagged_out_oracle(
+    p: Tensor,
+    y: Tensor,
+    x_offsets: Tensor,
+    y_offsets: Tensor | None = None,
+    num_rows: int | None = None,
+) -> Tensor:
+    y_offsets = x_offsets if y_offsets is None else y_offsets
+    parts = zip(_pairs_of(p, x_offsets, y_offsets), _split(y, y_offsets), strict=True)
+    return torch.cat([y[:0], *(p_XY @ y_LD for p_XY, y_LD in parts)])
+
+
+def jagged2_softmax_oracle(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = None) -> Tensor:
+    y_offsets = x_offsets if y_offsets is None else y_offsets
+    return torch.cat(
+        [p[:0], *(p_XY.softmax(1).flatten() for p_XY in _pairs_of(p, x_offsets, y_offsets))]
+    )
+
+
+def jagged_dense_add_oracle(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    return torch.cat([x[:0], *map(torch.add, _split(x, offsets), y)])
+
+
+def jagged_dense_mul_oracle(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    return torch.cat([x[:0], *map(torch.mul, _split(x, offsets), y)])

@@ -12,64 +12,22 @@ from torch._dynamo.testing import CompileCounter
 from tests.cases import Case, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
+from tests.oracles import (
+    array_jagged_bmm_jagged_out_oracle,
+    jagged2_softmax_oracle,
+    jagged_dense_add_oracle,
+    jagged_dense_bmm_oracle,
+    jagged_dense_mul_oracle,
+    jagged_jagged_bmm_jagged_out_oracle,
+    jagged_jagged_bmm_oracle,
+    jagged_softmax_oracle,
+)
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import ops
 from torchrec_jagged_attn.devices import implementation
 
 CPU = torch.device("cpu")
-
-
-def split(x, offsets):
-    return x.split(offsets.diff().tolist())
-
-
-def pairs_of(p, x_offsets, y_offsets):
-    """``[Lx, Ly]`` of each sample."""
-    x_lengths, y_lengths = x_offsets.diff().tolist(), y_offsets.diff().tolist()
-    parts = p.split([x * y for x, y in zip(x_lengths, y_lengths, strict=True)])
-    return [part.view(x, y) for part, x, y in zip(parts, x_lengths, y_lengths, strict=True)]
-
-
-def dense_bmm_oracle(x, y, offsets):
-    return torch.cat([x[:0] @ x.new_zeros(*y.shape[1:]), *map(torch.mm, split(x, offsets), y)])
-
-
-def jagged_bmm_oracle(x, y, offsets):
-    parts = zip(split(x, offsets), split(y, offsets), strict=True)
-    empty = x.new_zeros(0, x.shape[1], y.shape[1])
-    return torch.cat([empty, *((x_LD.T @ y_LT).unsqueeze(0) for x_LD, y_LT in parts)])
-
-
-def softmax_oracle(x, offsets):
-    return torch.cat([x[:0], *(x_LT.softmax(0) for x_LT in split(x, offsets))])
-
-
-def pair_bmm_oracle(x, y, x_offsets, y_offsets=None, total=None):
-    y_offsets = x_offsets if y_offsets is None else y_offsets
-    parts = zip(split(x, x_offsets), split(y, y_offsets), strict=True)
-    return torch.cat([x[:0, 0], *((x_LD @ y_LD.T).flatten() for x_LD, y_LD in parts)])
-
-
-def array_bmm_oracle(p, y, x_offsets, y_offsets=None, num_rows=None):
-    y_offsets = x_offsets if y_offsets is None else y_offsets
-    parts = zip(pairs_of(p, x_offsets, y_offsets), split(y, y_offsets), strict=True)
-    return torch.cat([y[:0], *(p_XY @ y_LD for p_XY, y_LD in parts)])
-
-
-def softmax2_oracle(p, x_offsets, y_offsets=None):
-    y_offsets = x_offsets if y_offsets is None else y_offsets
-    return torch.cat(
-        [p[:0], *(p_XY.softmax(1).flatten() for p_XY in pairs_of(p, x_offsets, y_offsets))]
-    )
-
-
-def add_oracle(x, y, offsets):
-    return torch.cat([x[:0], *map(torch.add, split(x, offsets), y)])
-
-
-def mul_oracle(x, y, offsets):
-    return torch.cat([x[:0], *map(torch.mul, split(x, offsets), y)])
 
 
 @dataclass(frozen=True)
@@ -91,14 +49,18 @@ class Op:
 
 
 OPS = {
-    "jagged_dense_bmm": Op(dense_bmm_oracle, {"x": "XD", "y": "BDT", "out": "XT"}),
-    "jagged_jagged_bmm": Op(jagged_bmm_oracle, {"x": "XD", "y": "XT", "out": "BDT"}),
-    "jagged_softmax": Op(softmax_oracle, {"x": "XT", "out": "XT"}),
-    "jagged_jagged_bmm_jagged_out": Op(pair_bmm_oracle, {"x": "XD", "y": "YD", "out": "P"}),
-    "array_jagged_bmm_jagged_out": Op(array_bmm_oracle, {"p": "P", "y": "YD", "out": "XD"}),
-    "jagged2_softmax": Op(softmax2_oracle, {"p": "P", "out": "P"}),
-    "jagged_dense_add": Op(add_oracle, {"x": "XD", "y": "BD", "out": "XD"}),
-    "jagged_dense_mul": Op(mul_oracle, {"x": "XD", "y": "BD", "out": "XD"}),
+    "jagged_dense_bmm": Op(jagged_dense_bmm_oracle, {"x": "XD", "y": "BDT", "out": "XT"}),
+    "jagged_jagged_bmm": Op(jagged_jagged_bmm_oracle, {"x": "XD", "y": "XT", "out": "BDT"}),
+    "jagged_softmax": Op(jagged_softmax_oracle, {"x": "XT", "out": "XT"}),
+    "jagged_jagged_bmm_jagged_out": Op(
+        jagged_jagged_bmm_jagged_out_oracle, {"x": "XD", "y": "YD", "out": "P"}
+    ),
+    "array_jagged_bmm_jagged_out": Op(
+        array_jagged_bmm_jagged_out_oracle, {"p": "P", "y": "YD", "out": "XD"}
+    ),
+    "jagged2_softmax": Op(jagged2_softmax_oracle, {"p": "P", "out": "P"}),
+    "jagged_dense_add": Op(jagged_dense_add_oracle, {"x": "XD", "y": "BD", "out": "XD"}),
+    "jagged_dense_mul": Op(jagged_dense_mul_oracle, {"x": "XD", "y": "BD", "out": "XD"}),
 }
 ALL_OPS = pytest.mark.parametrize("name", OPS)
 WITH_TARGETS = [name for name, op in OPS.items() if "T" in "".join(op.layout.values())]

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.interaction.test_interaction import inputs_of, pair_bmm_oracle
+from tests.interaction.test_interaction import inputs_of
+from tests.oracles import jagged_jagged_bmm_jagged_out_oracle
 from torchrec_jagged_attn import devices, ops
 from torchrec_jagged_attn.interaction import plan
 from torchrec_jagged_attn.interaction.kernels import hopper_pairs
@@ -35,7 +36,7 @@ def whole_numbers(width, device):
     )
     x, y = inputs["x"].mul(3).round(), inputs["y"].mul(3).round()
     offsets = inputs["x_offsets"], inputs["y_offsets"]
-    return x, y, offsets, pair_bmm_oracle(x.float(), y.float(), *offsets).half()
+    return x, y, offsets, jagged_jagged_bmm_jagged_out_oracle(x.float(), y.float(), *offsets).half()
 
 
 @pytest.fixture
@@ -118,5 +119,5 @@ def test_pairs_that_hopper_has_no_kernel_for(change, hopper):
     x, y = change(x), change(y)
     out = ops.jagged_jagged_bmm_jagged_out(x, y, *offsets)
     assert launched in ([], None)
-    expected = pair_bmm_oracle(x.float(), y.float(), *offsets).to(x.dtype)
+    expected = jagged_jagged_bmm_jagged_out_oracle(x.float(), y.float(), *offsets).to(x.dtype)
     assert torch.equal(out, expected)
