@@ -19,8 +19,10 @@ __all__ = ["embedding_bag_keys", "rename_keys"]
 
 
 def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
-    """Map the names of tables in state dicts of ``model`` to those in the same model with
-    EmbeddingBagCollections instead of its TargetAttentionEmbeddingBagCollections.
+    """Map tables' names in the state dict of ``model`` to those of a model that pools.
+
+    That model has an EmbeddingBagCollection in place of each TargetAttentionEmbeddingBagCollection.
+    With :func:`rename_keys`, checkpoints of either are loaded into the other.
 
     Args:
         model: sharded or not, and wrapped or not: in DistributedModelParallel,

@@ -337,20 +337,19 @@ class _Permute(torch.autograd.Function):
 class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """An EmbeddingCollectionSharder that leaves history rows on the ranks that own them.
 
-    It replaces ``EmbeddingCollectionSharder`` among the ``sharders`` of a
-    ``DistributedModelParallel`` and its planner. Histories of
-    :class:`TargetAttentionEmbeddingBagCollection` that a single attention reads row by row are then
-    attended to where their rows are; the rows of those with encoder layers or with
-    other histories beside them are sent whole. All else, and a single rank, is as with TorchRec's
-    sharder. Results differ from those of one rank by rounding.
+    It replaces ``EmbeddingCollectionSharder`` in ``sharders``, for ``DistributedModelParallel`` and
+    its planner. Attention over the histories of a :class:`TargetAttentionEmbeddingBagCollection` is
+    then computed where their rows are. History rows are still sent for encoder layers, and if one
+    attention has several histories. All other features, and models on a single rank, are sharded as
+    by ``EmbeddingCollectionSharder``. Results differ from those of one rank by rounding.
 
-    Tables of histories may be sharded row-wise, the best, table-wise or be data-parallel.
+    Tables of histories may be row-wise, which is best, table-wise or data-parallel.
     :class:`HistoryEmbeddingShardingPlanner` estimates the cost of each.
 
     Args:
         fused_params: as for ``EmbeddingCollectionSharder``.
-        qcomm_codecs_registry: likewise, for rows of all but histories. Rows of histories, where
-            they are sent, queries and results are not encoded.
+        qcomm_codecs_registry: likewise, for the rows of all features but histories. Queries,
+            results, and history rows that are sent are not encoded.
 
     Raises:
         NotImplementedError: a table of histories is sharded by column, or codecs encode several

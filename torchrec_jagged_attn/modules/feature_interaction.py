@@ -36,7 +36,7 @@ __all__ = ["JaggedFeatureInteraction"]
 
 
 class JaggedFeatureInteraction(nn.Module):
-    r"""Pool each sample's features by how they interact with its targets.
+    r"""Attention of targets to the features of their sample, without parameters.
 
     For target :math:`q` of a sample with features :math:`x_1 \ldots x_L`,
 

@@ -68,7 +68,7 @@ class JaggedTargetAttention(nn.Module):
               \sum_n p_n (W_{V,h} x_n + b_{V,h}) = W_{V,h} \sum_n p_n x_n + b_{V,h}
 
     where the softmax drops the constant. Each pair of a target and a row then takes ``H`` times the
-    arithmetic. With many targets per sample (of jagged targets, in the mean), keys and values are
+    arithmetic. With many targets per sample (if they are jagged, on average), keys and values are
     materialized instead, once for each row. The choice depends on shapes only; results differ by
     rounding. A compiled module whose number of targets ``T`` leads to the other choice is compiled
     once more.
