@@ -23,9 +23,8 @@ __all__ = ["JaggedLayout", "check_offsets_values", "check_order"]
 class JaggedLayout:
     """The layout of ``B`` samples of different lengths, stored one after the other in ``N`` rows.
 
-    Sample ``b`` owns the rows ``offsets[b] … offsets[b + 1] - 1``. Everything here is made on the
-    device of ``offsets`` from shapes alone: nothing waits for the device, and no size depends on
-    the values.
+    Sample ``b`` owns the rows ``offsets[b] … offsets[b + 1] - 1``. Everything is computed on
+    the device of ``offsets``: nothing waits for the device, and no size depends on the values.
 
     Args:
         offsets: ``[B + 1]`` int32 or int64, from 0 to ``num_rows``, never decreasing.

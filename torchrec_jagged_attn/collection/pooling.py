@@ -532,13 +532,11 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
 
 @torch.fx.wrap
 def _codes(features: KeyedJaggedTensor, names: list[str], num_bytes: int) -> JaggedTensor:
-    """``[N, num_bytes]`` uint8: the first bytes of the words of ``names``."""
-    words: list[JaggedTensor] = []
+    """``[N, num_bytes]`` uint8: the first bytes of the int64 values of ``names``."""
+    packed: list[JaggedTensor] = []
     for name in names:
-        words.append(features[name] if is_scripting() else of_each_sample(features, name))
-    history = _side_by_side(
-        [_of_samples(word.values().unsqueeze(1), word) for word in words], names
-    )
+        packed.append(features[name] if is_scripting() else of_each_sample(features, name))
+    history = _side_by_side([_of_samples(x.values().unsqueeze(1), x) for x in packed], names)
     rows = history.values()
     if is_scripting():  # which knows no view of other numbers
         shifts = 8 * torch.arange(8, device=rows.device)

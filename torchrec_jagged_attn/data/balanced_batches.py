@@ -21,38 +21,38 @@ NUM_SEEDS = 2**64
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    r"""Draws batches whose histories cost all ranks nearly the same.
+    r"""Samples batches such that all ranks have nearly the same cost in each step.
 
-    Ranks wait for the slowest in each step. Here the longest histories are dealt first, each to the
-    rank with the least cost so far that still has room. Each epoch is shuffled by ``seed`` and
-    ``epoch`` as by :class:`torch.utils.data.DistributedSampler`, and cut into global batches of
-    ``batch_size * num_replicas`` examples. Who takes which example of a global batch is all that
-    balancing changes, unless ``balanced_steps`` is more than 1. All ranks compute the same shares
-    without communication.
+    In each step, ranks wait for the slowest one. Each epoch is shuffled by ``seed`` and ``epoch``
+    as by :class:`torch.utils.data.DistributedSampler`, and divided into global batches of
+    ``batch_size * num_replicas`` examples. The examples of a global batch are assigned to ranks,
+    longest history first, each to the rank with the lowest cost whose batch is not full. Unless
+    ``balanced_steps`` is more than 1, global batches have the same examples as without balancing.
+    All ranks compute the same assignment, without communication.
 
-    It is the ``batch_sampler`` of a loader, and divides the examples among the ranks itself: a
+    Use it as the ``batch_sampler`` of a ``DataLoader``. It divides the examples among the ranks: a
     framework must not do so again (in Lightning, ``Trainer(use_distributed_sampler=False)``).
 
     Args:
-        lengths: ``[S]`` integers, the rows of each example's history: a tensor, an array, a list or
-            a pandas Series, in its order whatever its index.
+        lengths: ``[S]`` integers, the number of rows of each example's history: a tensor, an array,
+            a list or a pandas Series, whose index is ignored.
         batch_size: examples of a rank in a step.
         num_replicas: number of ranks; without it, that of the default process group.
-        rank: this one of them; without it, that of the default process group.
+        rank: number of this rank; without it, that of the default process group.
         cost: of a batch: ``"linear"``, :math:`\sum L`, as of lookups and target attention, or
             ``"quadratic"``, :math:`\sum L^2`, as of self-attention, over its histories of ``L``
             rows.
-        balanced_steps: consecutive global batches whose examples are shared out together, so that
-            steps cost nearly the same, too. 1 leaves each global batch as it was shuffled. With
-            more, an example still comes once in an epoch, and in each step with equal probability,
-            but lengths in one step are no longer independent.
+        balanced_steps: number of consecutive global batches whose examples are assigned together,
+            so that steps have nearly the same cost, too. With more than 1, each example still comes
+            once in an epoch, and in each step with equal probability, but the lengths in one step
+            are no longer independent.
         seed: of the shuffle; the same on all ranks, and less than ``2**64``.
-        drop_last: leave out the examples that fill no global batch. Otherwise they are a smaller
-            one, filled up to a multiple of ``num_replicas`` with the first examples of the epoch.
+        drop_last: whether to drop the examples of the last, incomplete global batch. Otherwise it
+            is padded to a multiple of ``num_replicas`` with the first examples of the epoch.
 
     Attributes:
         batch_size, num_replicas, rank, seed, drop_last: the arguments.
-        sampler: this object: loops over epochs look for ``set_epoch`` there.
+        sampler: this object, in which training loops look for ``set_epoch``.
 
     Yields:
         ``batch_size`` indices into ``lengths``, in their shuffled order. All ranks yield equally

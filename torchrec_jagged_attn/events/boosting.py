@@ -34,15 +34,15 @@ def boost_weights(
 ) -> Tensor:
     r"""Turn relevance and segments of events into prior weights: :math:`r_n^s \cdot f_{g(n)}`.
 
-    Attention multiplies what the softmax gives a row with the row's prior weight, and makes the sum
-    one again: it adds :math:`s \log r_n + \log f_{g(n)}` to the scores, in its kernels. Only ratios
-    within one user matter.
+    Attention multiplies the softmax's weight of a row by the row's prior weight and normalizes
+    again: its kernels add :math:`s \log r_n + \log f_{g(n)}` to the scores. Only ratios within one
+    user matter.
 
     Args:
         relevance: ``[N]``, not negative, as :class:`Relevance` gives.
-        strength: ``s``, at least 0: with 0, relevance does not count.
+        strength: ``s``, at least 0, which disables relevance.
         segments: ``[N]`` int32 or int64, 0 to G - 1, such as those of :func:`segment_sessions`.
-        factors: ``[G]``, not negative: what events of each segment count.
+        factors: ``[G]``, not negative: the factor of the events of each segment.
 
     Returns:
         ``[N]``, in the dtype of ``relevance``: the ``prior_weights`` of attention.
@@ -80,9 +80,9 @@ def boost_weights(
 class EventBoosting(nn.Module):
     """Weighs events of a KeyedJaggedTensor, for collections with ``is_weighted=True``.
 
-    There the weights of a history are prior weights of its rows; those of features that are pooled
-    otherwise are factors of the rows. Weights that are there already are multiplied; where there
-    are none, other keys have ones.
+    In such a collection, the weights of a history are prior weights of its rows, and those of a
+    pooled feature are factors of its rows. If the batch has weights, they are multiplied by the new
+    ones; if not, keys other than ``keys`` get weights of one.
 
     Args:
         keys: of the features of an event, equally long in each sample.

@@ -33,7 +33,7 @@ class TimeEncoding(nn.Module):
 
     .. math:: \log(1 + age_n), \quad \sin(2 \pi t_n / p), \quad \cos(2 \pi t_n / p)
 
-    The age is the time until the newest event of the same user. It has no parameter.
+    The age is the time until the newest event of the same user. The module has no parameters.
 
     Args:
         periods: ``p``, in the unit of timestamps; by default an hour, a day and a week in seconds.
@@ -96,12 +96,12 @@ class TimeEncoding(nn.Module):
 class EventBasedFeature(nn.Module):
     """Turns the attributes of events into one row per event, a history for attention.
 
-    Ids of each attribute are looked up and pooled by a table, as an ``EmbeddingBagCollection`` does
-    whose samples are events. A linear layer compresses the row of all attributes and the encoding
-    of the event's time to ``out_dim`` columns.
+    The ids of each attribute are looked up and pooled, as by an ``EmbeddingBagCollection`` whose
+    samples are events. A linear layer projects the rows of all attributes and the encoding of the
+    event's time to ``out_dim`` columns.
 
-    TorchRec shards its tables as any others. No row of attributes is looked up for events that
-    :meth:`Events.truncate` or :meth:`Events.select` removed before.
+    TorchRec shards its tables. Attributes of events that :meth:`Events.truncate` or
+    :meth:`Events.select` removed are not looked up.
 
     Args:
         tables: of the attributes. An attribute may have any number of ids in an event.

@@ -25,9 +25,8 @@ __all__ = ["Events"]
 class Events:
     """Events of ``B`` users, one user after the other, and any number of ids of each attribute.
 
-    Two layouts lie in each other. The outer one divides ``E`` events among the users, the oldest
-    first. The inner one is a KeyedJaggedTensor whose samples are events: it divides the ids of each
-    attribute among the events.
+    There are two layouts. Offsets divide ``E`` events among the users, the oldest first. A
+    KeyedJaggedTensor whose samples are events divides the ids of each attribute among the events.
 
     Args:
         offsets: ``[B + 1]`` int32 or int64: user ``b`` has the events ``offsets[b]`` to

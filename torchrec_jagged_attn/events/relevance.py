@@ -32,15 +32,15 @@ class Relevance(nn.Module):
 
     :meth:`update` counts events in bins of :math:`\log(1 + dwell)`, of each surface, converted or
     not. Counts are integers: their sum does not depend on the order of events, on batches or on
-    ranks. :meth:`fit` finds :math:`a` and :math:`b` from them, by Newton's method in fp64. What all
-    surfaces have in common is fitted first; each surface is drawn towards it, the more the fewer
-    events it has. Neither waits for the device. Before it is fitted, all probabilities are ½.
+    ranks. :meth:`fit` computes :math:`a` and :math:`b` from them, by Newton's method in fp64: first
+    those of all surfaces together, which are the mean of the prior of each surface. Neither method
+    waits for the device. Before :meth:`fit`, all probabilities are ½.
 
     Args:
         num_surfaces: ``S``; surfaces are 0 to S - 1.
-        max_dwell: longest dwell time that is told apart from longer ones, in any unit.
-        num_bins: of the dwell time. Events of a bin count as in its middle.
-        prior: precision of ``a`` and ``b`` of a surface around those of all surfaces.
+        max_dwell: dwell time above which all are equal, in any unit.
+        num_bins: number of bins of the dwell time. Events count as in the middle of their bin.
+        prior: precision of the prior of each surface's ``a`` and ``b``.
         device: of the buffers.
 
     Attributes:
@@ -234,22 +234,22 @@ def rank_attributes(
     r"""Choose the attributes of events with the most information on conversions.
 
     The relevance of an attribute is its mutual information with conversion, in nats. With
-    ``min_redundancy`` they are chosen one after the other, each the one with the most relevance
-    less its mean mutual information with those chosen before:
+    ``min_redundancy``, attributes are chosen one after the other, each time the one with the most
+    relevance minus its mean mutual information with those chosen before:
 
     .. math:: I(x_i; y) - \frac{1}{|C|} \sum_{j \in C} I(x_i; x_j)
 
-    The host waits for the choice.
+    The host waits for the device.
 
     Args:
-        attributes: ``[N, F]`` integers from 0, such as surface, a bin of the dwell time, kind. Few
-            values each: joint counts of two attributes are made.
+        attributes: ``[N, F]`` integers from 0, such as surface, a bin of the dwell time, kind. Each
+            should have few values, since those of two attributes are counted jointly.
         converted: ``[N]`` bool, or integers 0 and 1.
         count: how many attributes to choose, at most ``F``.
-        min_redundancy: whether what an attribute has in common with others counts against it.
+        min_redundancy: whether to subtract the information shared with chosen attributes.
 
     Returns:
-        The columns that are chosen, the best first; and what each was worth when it was chosen.
+        The chosen columns, the best first; and the value of each when it was chosen.
 
     Raises:
         TypeError: ``attributes`` or ``count`` are no integers, or ``converted`` neither bool nor

@@ -28,23 +28,24 @@ def select_events(
 ) -> Histories:
     """Keep the events of each user with the highest scores, or the newest, in their order.
 
-    Of equal scores the newer event, which lies behind the other, is kept first. Values and weights
-    have gradients, scores have none. See :func:`select_rows`, which finds the events.
+    If scores are equal, the newer event is kept first. Values and weights have gradients, scores
+    have none. :func:`select_rows` finds the events.
 
     Args:
         events: of ``B`` users with ``N`` events in all, the oldest first; several histories of the
             same events by name, whose events are kept or removed together.
         scores: ``[N]``; without scores, the newest events are kept.
-        keep: events of a user at most: one number, or ``[B]`` integers. With ``segments``, a
-            sequence of one number for each segment, or ``[B, S]`` integers. With a threshold, by
-            default, all that reach it.
+        keep: maximum number of events per user: one number, or ``[B]`` integers. With ``segments``,
+            a sequence with a number for each segment, or ``[B, S]`` integers. By default, with a
+            threshold, no maximum.
         threshold: lowest score that is kept.
-        segments: ``[N]`` integers: what budget each event counts against.
-        capacity: room for the events of all users, so that the host does not wait; values have so
-            many rows, zeros behind the last event. By default, no more rows than events.
+        segments: ``[N]`` integers: the segment of each event, whose budget it counts against.
+        capacity: maximum number of kept events of all users. Values then have this number of rows,
+            zeros after the last event, and the host does not wait for the device. By default, they
+            have one row per kept event.
 
     Returns:
-        As ``events``, of those that are kept.
+        Like ``events``, with the kept ones.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`select_rows`; there is neither
@@ -94,22 +95,22 @@ def _take(history: JaggedTensor, selected: SelectedRows, lengths: Tensor) -> Jag
 
 
 class EventSelection(nn.Module):
-    """Keeps some events of each user in a KeyedJaggedTensor, before anything is looked up.
+    """Keeps the highest-scored or newest events of each user in a KeyedJaggedTensor.
 
-    All features of an event are kept or removed together; other keys stay as they are. It has no
-    sharded child, so TorchRec's pipelines with ``pipeline_postproc=True`` run it before the
-    lookups: removed events are neither sent to other ranks nor looked up. How
-    many rows are left is known on the device alone: without a pipeline, the host waits for it.
+    All features of an event are kept or removed together; other keys are unchanged. The module has
+    no sharded child, so TorchRec's pipelines with ``pipeline_postproc=True`` run it before the
+    lookups: removed events are neither sent to other ranks nor looked up. Without a pipeline, the
+    host waits for the number of kept events.
 
     Args:
         keys: of the features of an event, equally long in each sample, the oldest event first.
-        keep: events of a sample at most; with ``segments``, one number for each segment. Or from
-            the KeyedJaggedTensor to ``[B]`` integers, or with ``segments`` to ``[B, S]``: budgets
-            of users. With a threshold, by default, all that reach it.
-        scores: from the KeyedJaggedTensor to a score of each event, ``[N]`` in the order of the
-            keys' rows. Without one, the newest events are kept.
+        keep: maximum number of events per sample; with ``segments``, a list with a number for each
+            segment. Or a function of the KeyedJaggedTensor that returns ``[B]`` integers, or with
+            ``segments`` ``[B, S]``: budgets of users. By default, with a threshold, no maximum.
+        scores: a function of the KeyedJaggedTensor that returns the score of each event, ``[N]`` in
+            the order of the keys' rows. By default, the newest events are kept.
         threshold: lowest score that is kept.
-        segments: likewise, from there to the segment of each event, ``[N]`` integers.
+        segments: a function of it that returns the segment of each event, ``[N]`` integers.
 
     Raises:
         TypeError: an argument has another type.

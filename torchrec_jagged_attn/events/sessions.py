@@ -23,8 +23,8 @@ def segment_sessions(
 ) -> Tensor:
     r"""Divide events into those of active and of passive sessions.
 
-    A session begins with a user's first event, and with each that comes more than ``gap`` after the
-    one before it. It is active if it is likely enough that one of its events converts:
+    A session begins with a user's first event, and with each event more than ``gap`` after the
+    previous one. It is active if the probability that one of its events converts is large enough:
 
     .. math:: 1 - \prod_{n \in session} (1 - r_n) \ge \tau
 

@@ -42,9 +42,10 @@ def jagged_target_attention_over_codes(
     .. math:: q \cdot \hat x_n = (B q) \cdot c_n + q \cdot \mu, \qquad
               \sum_n p_n \hat x_n = B^T \sum_n p_n c_n + \mu \sum_n p_n
 
-    So :func:`jagged_target_attention` attends over codes and a one, ``L + 1`` columns in place of
-    ``D``: to the query ``B q`` and what the mean adds to the score, which a softmax drops. The last
-    column of its output is the sum of weights, zero for an empty history.
+    It calls :func:`jagged_target_attention` with ``L + 1`` columns in place of ``D``: the codes of
+    a row and a one, with the query ``B q`` and, except for a softmax, which it does not change,
+    :math:`q \cdot \mu`. The last column of the op's output is the sum of the weights, zero for an
+    empty history.
 
     Args:
         query: as of :func:`jagged_target_attention`, of any width ``D``.

@@ -39,28 +39,28 @@ class DiscretePCA(nn.Module):
 
     .. math:: \hat x = \mu + \sum_l c_l b_l = \mu + B^T c, \qquad c_l \in \{-h, …, h\}
 
-    A direction :math:`b_l` has its scale in its length. :meth:`fit` takes directions from PCA of
-    what the codes before leave of the rows, with the scales that leave least. It goes on where
-    there are more codes than columns. Then it alternates between codes and least squares for
-    :math:`B`. What it computes is fp64, and the same bits however rows are cut into batches.
-    Under a process group, it fits the rows of all ranks together.
+    The length of a direction :math:`b_l` is its scale. :meth:`fit` takes directions from a PCA of
+    the residuals of the previous codes, with the scales that minimize the error, also beyond ``D``
+    directions. Then it alternates between choosing codes and least squares for :math:`B`. It
+    computes in fp64, and its result does not depend on how rows are divided into batches. Under a
+    process group, it fits the rows of all ranks together.
 
-    :meth:`encode` chooses codes greedily, one direction after the other, then goes over them again
-    with all others held. :meth:`decode` is linear in the codes: it has gradients for ``mean`` and
-    ``basis``, and no other parameters. Both must be fitted, or loaded, before they are used.
+    :meth:`encode` chooses codes greedily, one direction after the other, then updates each with the
+    others fixed. :meth:`decode` is linear in the codes, with gradients of ``mean`` and ``basis``.
+    Both methods require a fitted or loaded basis.
 
     Args:
         embed_dim: ``D``, of rows.
         num_codes: ``L``, of a row; may be more than ``D``.
         num_levels: of a code, ``2 h + 1``: an odd number of 3 to 255.
-        num_sweeps: how often :meth:`encode` goes over the codes after the greedy choice.
+        num_sweeps: number of updates of each code in :meth:`encode`, after the greedy choice.
         trainable: whether ``mean`` and ``basis`` are parameters; else they are buffers.
         device: of both.
         dtype: of both, fp32 or fp64; that of PyTorch by default.
 
     Attributes:
         mean: ``[D]``.
-        basis: ``[L, D]``, the rows of ``B``; zeros for directions that nothing was left for.
+        basis: ``[L, D]``, the rows of ``B``; zeros for directions without a residual.
         packed_codes: the :class:`PackedCodes` that pack its codes.
 
     Raises:

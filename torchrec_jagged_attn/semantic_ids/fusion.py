@@ -44,21 +44,20 @@ class Fused(NamedTuple):
 class VQFusion(nn.Module):
     r"""An autoencoder of several embeddings and labels, whose latents are codes.
 
-    A network encodes the embeddings of a row, side by side, as its latent :math:`z`. The codes
-    that :class:`DiscretePCA` gives it, :math:`\hat z = \mu + B^T c`, are all that is left of a row.
-    From these, one decoder for each embedding makes it again, and one head for each label tells its
-    class.
+    A network encodes the concatenated embeddings of a row as its latent :math:`z`, which
+    :class:`DiscretePCA` quantizes to :math:`\hat z = \mu + B^T c`. From the quantized latent, a
+    decoder for each embedding reconstructs it, and a head for each label classifies it.
 
     .. math:: loss = \sum_e w_e \, d(\mathrm{decoder}_e(\hat z), x_e)
               + \sum_y w_y \, \mathrm{cross\ entropy}(\mathrm{head}_y(\hat z), y)
               + w \, |z - \hat z|^2 / D
 
-    Gradients pass straight through the codes, from :math:`\hat z` to :math:`z`; the mean and the
-    basis have theirs, too. The last term holds latents to their codes, and not the reverse.
+    Gradients pass straight through the codes, from :math:`\hat z` to :math:`z`; mean and basis have
+    gradients, too. The last term has a gradient of the latents only.
 
-    To train it: some epochs with ``quantize=False``, then :meth:`fit`, which finds mean and basis
-    of the latents, then more epochs. Under ``DistributedDataParallel``, every rank calls
-    :meth:`fit` of the module inside, with batches of its own.
+    Train it for some epochs with ``quantize=False``, call :meth:`fit`, which computes mean and
+    basis from the latents, then train it further. Under ``DistributedDataParallel``, every rank
+    calls :meth:`fit` of the wrapped module with its own batches.
 
     Args:
         embeddings: the width of each embedding, by name.
@@ -67,15 +66,15 @@ class VQFusion(nn.Module):
         num_codes: see :class:`DiscretePCA`.
         num_levels: see there.
         hidden_dim: of the one hidden layer of the encoder and of each decoder.
-        losses: of an embedding by its name: ``"cosine"``, one minus the cosine of the angle between
-            the two, or ``"mse"``. ``"cosine"`` by default: such an embedding is encoded without its
-            length.
-        weights: of losses by their names, one by default; of ``"commitment"`` 0.25.
+        losses: the loss of each embedding, by name: ``"cosine"``, one minus the cosine of the
+            angle, or ``"mse"``. With ``"cosine"``, the default, the length of the embedding is
+            ignored.
+        weights: the weight of each loss, by name: one by default, and 0.25 for ``"commitment"``.
         device: of all parameters.
 
     Attributes:
-        pca: the :class:`DiscretePCA` of the latents: for :class:`JaggedTargetAttention`, the
-            ``history_codes`` of what :meth:`encode` gives.
+        pca: the :class:`DiscretePCA` of the latents, which :class:`JaggedTargetAttention` takes as
+            ``history_codes`` for the codes of :meth:`encode`.
 
     Raises:
         TypeError: an argument is of a wrong type.

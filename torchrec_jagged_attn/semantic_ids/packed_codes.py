@@ -34,9 +34,9 @@ class PackedCodes:
 
     .. math:: \sum_{j < k} (c_{j} + h) \cdot levels^j, \qquad levels^k \le 256
 
-    The last byte of a row may have fewer codes. A packed row is a row of ``uint8``, like
-    any other: as the values of a ``JaggedTensor``, with the offsets of the history. In a
-    ``KeyedJaggedTensor``, whose values are numbers, it is an int64 for each eight bytes.
+    The last byte of a row may have fewer codes. Packed rows are the values of a ``JaggedTensor``,
+    ``[N, num_bytes]`` uint8. In a ``KeyedJaggedTensor``, whose values are numbers, a row is an
+    int64 for each eight bytes, see :meth:`to_int64`.
 
     Args:
         num_codes: ``L``, of a row.
