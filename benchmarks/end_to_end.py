@@ -284,9 +284,11 @@ class Measurement:
                 self.refuse(name, own, wrong[name])
             else:
                 self.attempt(name, own, lambda name=name, own=own: self.build(name, own[0]))
-        for measure in (self.time, self.profile) if self.device.type == "cuda" else (self.time,):
-            for sizes in missing:
-                measure(sizes, missing[sizes], rounds)
+        for sizes in missing:
+            self.time(sizes, missing[sizes], rounds)
+        for sizes in missing if self.device.type == "cuda" else ():
+            self.in_turns(sizes, missing[sizes], lambda training, of=sizes: training.use(of))
+            self.in_turns(sizes, missing[sizes], lambda x: self.write(x, x.profile()))
         self.trainings.clear()
         clear_memory()
 
@@ -323,15 +325,6 @@ class Measurement:
         self.in_turns(sizes, names, lambda training: self.write(training, training.figures()))
         if dist.get_world_size() > 1:
             self.in_turns(sizes, names, lambda training: self.write(training, training.traffic()))
-
-    def profile(self, sizes: Sizes, names: list[str], _rounds: int) -> None:
-        """Writes those of profiles."""
-
-        def profile(training: Training) -> None:
-            training.use(sizes)
-            self.write(training, training.profile())
-
-        self.in_turns(sizes, names, profile)
 
     def refuse(self, name: str, all_sizes: list[Sizes], reason: str) -> None:
         """Writes why it has no figures."""

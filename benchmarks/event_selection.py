@@ -70,6 +70,7 @@ KEY = ["data", "users", "events", "noise", "max_history", "width", "epochs", "ba
 FIGURES = ["ne", "auc", "training, samples/s", "inference, samples/s"]
 EVENTS, NOISE = 200, 0.75
 """Of each synthetic user, and the share of them that is noise."""
+KINDS, ITEMS_PER_KIND, SURFACES = 20, 20, 4
 BUDGETS = (1.0, 0.5, 0.25, 0.125)
 WIDTH, BATCH, LR = 32, 512, 5e-3
 
@@ -90,31 +91,23 @@ class EventLog:
     converted: np.ndarray
 
 
-def make_up(
-    users: int = 1000,
-    events: int = EVENTS,
-    noise: float = NOISE,
-    kinds: int = 20,
-    items_per_kind: int = 20,
-    surfaces: int = 4,
-    seed: int = 0,
-) -> EventLog:
+def make_up(users: int, events: int = EVENTS, noise: float = NOISE) -> EventLog:
     """Users with three interests each, and events that have nothing to do with these."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     shape = (users, events)
-    interests = rng.integers(kinds, size=(users, 3))
-    surface = rng.integers(surfaces, size=shape)
+    interests = rng.integers(KINDS, size=(users, 3))
+    surface = rng.integers(SURFACES, size=shape)
     # From one surface to the next, noise is more likely, and all is looked at longer.
-    step = np.linspace(-1, 1, surfaces)
+    step = np.linspace(-1, 1, SURFACES)
     chance = np.clip(noise + 0.15 * step, 0, 1)[surface]
     is_noise = rng.random(shape) < chance
     of_interest = np.take_along_axis(interests, rng.integers(3, size=shape), 1)
-    kind = np.where(is_noise, rng.integers(kinds, size=shape), of_interest)
+    kind = np.where(is_noise, rng.integers(KINDS, size=shape), of_interest)
     typical = np.where(is_noise, 4.0, 40.0) * 2.0 ** step[surface]
     dwell = np.exp(np.log(typical) + 0.8 * rng.standard_normal(shape))
     return EventLog(
         user=np.repeat(np.arange(users), events),
-        item=(kind * items_per_kind + rng.integers(items_per_kind, size=shape)).ravel(),
+        item=(kind * ITEMS_PER_KIND + rng.integers(ITEMS_PER_KIND, size=shape)).ravel(),
         surface=surface.ravel(),
         dwell=dwell.clip(max=LONGEST_DWELL).astype(np.int64).ravel(),
         converted=(rng.random(shape) < np.where(is_noise, 0.01, 0.4)).ravel(),
@@ -156,10 +149,8 @@ class Examples:
         if not len(positive):
             raise DataError("no event that converted has another before it")
         is_last = np.append(np.diff(log.user[positive]) != 0, True)
-        self.train, self.test = (
-            torch.from_numpy(positive[~is_last]),
-            torch.from_numpy(positive[is_last]),
-        )
+        self.train = torch.from_numpy(positive[~is_last])
+        self.test = torch.from_numpy(positive[is_last])
         if not len(self.train):
             raise DataError("no user has two events that converted, to train and to test on")
         self.lengths = torch.from_numpy(np.minimum(place - starts, max_history))
@@ -185,8 +176,8 @@ class Examples:
         self, places: Tensor, size: int, *, shuffled: bool
     ) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
         """Features and labels, a negative beside each event; what fills no batch comes last."""
-        order = torch.randperm(len(places), generator=self.generator) if shuffled else None
-        places = places if order is None else places[order]
+        if shuffled:
+            places = places[torch.randperm(len(places), generator=self.generator)]
         for part in places.split(size // 2):
             drawn = torch.randint(len(self.item), (len(part),), generator=self.generator)
             items = torch.cat([self.item[part], self.item[drawn]])
@@ -246,18 +237,6 @@ class Ranker(nn.Module):
         pooled = self.collection(self.selection(features))
         item, history = pooled["item"], pooled["history"]
         return self.layers(torch.cat([item, history, item * history], 1)).squeeze(1)
-
-
-def learner(model: Ranker, lr: float) -> Callable[[KeyedJaggedTensor, Tensor], None]:
-    """A step of training."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-
-    def learn(features: KeyedJaggedTensor, labels: Tensor) -> None:
-        optimizer.zero_grad()
-        F.binary_cross_entropy_with_logits(model(features), labels).backward()
-        optimizer.step()
-
-    return learn
 
 
 @torch.no_grad()
@@ -327,7 +306,13 @@ def train(
     torch.manual_seed(seed)
     examples.generator.manual_seed(seed + 2)
     model = Ranker(examples.num_items, WIDTH, selection, device)
-    learn = learner(model, LR)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR)
+
+    def learn(features: KeyedJaggedTensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(model(features), labels).backward()
+        optimizer.step()
+
     for _ in range(args.epochs):
         for batch in examples.batches(examples.train, BATCH, shuffled=True):
             learn(*batch)

@@ -171,7 +171,9 @@ class Figures:
         of = (cell.case, cell.provider, cell.mode)
         unit = "ms" if cell.unit == "µs" else cell.unit
         keys = [*((*of, metric, unit) for metric in (cell.metric, "time")), (*of, "refused", "")]
-        return _in_words(next((self._rows[key][1] for key in keys if key in self._rows), ""))
+        note = next((self._rows[key][1] for key in keys if key in self._rows), "")
+        # Without what varies from one to the next: the bytes.
+        return NO_MEMORY if any(words in note.lower() for words in LACKS_MEMORY) else note
 
     def find(self, cell: Cell) -> Decimal | None:
         """A figure as it was written, or computed from others; ``None`` if it is not known."""
@@ -222,11 +224,6 @@ def _stamp(row: dict[str, str]) -> str:
     names = ("torch", "triton", "torchrec", "fbgemm")
     versions = [f"{name} {row[name]}" for name in names if row.get(name)]
     return ", ".join([row["gpu"], *versions, row["date"].partition("T")[0]])
-
-
-def _in_words(note: str) -> str:
-    """A note without what varies from one to the next: the bytes."""
-    return NO_MEMORY if any(words in note.lower() for words in LACKS_MEMORY) else note
 
 
 def _ratio(above: Decimal | None, below: Decimal | None) -> Decimal | None:

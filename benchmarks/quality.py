@@ -189,12 +189,6 @@ def train(run: Run, device: str) -> dict[str, Any]:
     return dataclasses.asdict(run) | figures
 
 
-def measured_with(device: str) -> dict[str, str]:
-    """The hardware, versions and date of a line."""
-    measured = stamp("torchrec", device=device)
-    return {"device": measured.pop("gpu"), **measured}
-
-
 def finished(csv: Path | None, columns: Iterable[str]) -> list[dict[str, Any]]:
     """The lines of a file that :func:`append` writes, if there is one.
 
@@ -211,7 +205,8 @@ def finished(csv: Path | None, columns: Iterable[str]) -> list[dict[str, Any]]:
 
 def append(csv: Path | None, figures: dict[str, Any], device: str) -> dict[str, Any]:
     """Appends ``figures``, with hardware, versions and date, to a file if one is named."""
-    line = figures | measured_with(device)
+    measured = stamp("torchrec", device=device)
+    line = figures | {"device": measured.pop("gpu"), **measured}
     if csv is not None:
         row, begins = pd.DataFrame([line]), not csv.exists()
         csv.parent.mkdir(parents=True, exist_ok=True)

@@ -201,19 +201,11 @@ def main(argv: list[str] | None = None) -> int:
         for rate in args.rates:
             figures = measure(server, traffic, rate, args.seconds)
             printed.append({"form": form, "rate/s": rate} | {k: x for k, (x, _) in figures.items()})
+            labels = {"suite": "serving_load", "case": f"{rate}/s", "provider": form}
             rows = pd.DataFrame(
-                {
-                    "suite": "serving_load",
-                    "case": f"{rate}/s",
-                    "provider": form,
-                    "mode": "forward",
-                    "metric": metric,
-                    "median": value,
-                    "unit": unit,
-                    **described,
-                }
+                {**labels, "mode": "forward", "metric": metric, "median": value, "unit": unit}
                 for metric, (value, unit) in figures.items()
-            )
+            ).assign(**described)
             if args.csv is not None:
                 args.csv.parent.mkdir(parents=True, exist_ok=True)
                 header = not args.csv.exists()

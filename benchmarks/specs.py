@@ -11,7 +11,7 @@ measured on something else.
 from dataclasses import dataclass, field, replace
 
 from end_to_end_cases import GPUS, SHARDINGS, step_case
-from suites._cases import TRAINING_CASES
+from suites import TRAINING_CASES
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tests.cases import Case
+from tests.cases import CASES, Case
 
 MODES = ("forward", "backward", "both")
+TRAINING_CASES = {name: case for name, case in CASES.items() if case.large} | {
+    case.name: case
+    for case in (
+        Case("cpu-half-full", 512, 200, 4, 64, lengths="uniform"),
+        Case("cpu-skewed", 256, 1024, 4, 128, lengths="log-normal"),
+    )
+}
+"""Named shapes that suites share."""
 
 
 class UnavailableError(Exception):

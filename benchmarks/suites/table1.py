@@ -81,15 +81,6 @@ def op_of(case: Case) -> Op:
     return OPS[name_of(case)]
 
 
-def masked_softmax(real: Tensor, x: Tensor) -> Tensor:
-    return x.masked_fill(~real, -torch.inf).softmax(1)
-
-
-def masked_softmax_of_pairs(real: Tensor, p: Tensor) -> Tensor:
-    """Only columns are masked: a row with nothing to see would be NaN."""
-    return p.masked_fill(~real[:, :1], -torch.inf).softmax(2)
-
-
 OPS = {
     "jagged_dense_bmm": Op(
         {"x": "ND", "y": "BDT", "out": "NT"},
@@ -113,7 +104,7 @@ OPS = {
     ),
     "jagged_softmax": Op(
         {"x": "NT", "out": "NT"},
-        masked_softmax,
+        lambda real, x: x.masked_fill(~real, -torch.inf).softmax(1),
         lambda j: torch.ops.fbgemm.jagged_softmax(*j.operands, j.offsets, j.max_length)[0],
         lambda j: torch.ops.fbgemm.sll_jagged_softmax(
             *j.operands, j.offsets, j.max_length, use_fbgemm_kernel=False
@@ -136,7 +127,8 @@ OPS = {
     ),
     "jagged2_softmax": Op(
         {"p": "P", "out": "P"},
-        masked_softmax_of_pairs,
+        # Only columns are masked: a row with nothing to see would be NaN.
+        lambda real, p: p.masked_fill(~real[:, :1], -torch.inf).softmax(2),
         None,
         lambda j: torch.ops.fbgemm.sll_jagged2_softmax(
             *j.operands, j.offsets, j.pair_offsets, j.max_length, transpose=False

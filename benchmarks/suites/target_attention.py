@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from suites import Cost, Inputs, Suite
+from suites import TRAINING_CASES, Cost, Inputs, Suite
 from suites._attention import PEERS, Attend, bias_as_column
-from suites._cases import TRAINING_CASES
 from tests.cases import Case, make_target_inputs
 from tests.oracles import flash_attention_oracle
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from suites import Cost, Inputs, Suite
+from suites import TRAINING_CASES, Cost, Inputs, Suite
 from suites._attention import PEERS, Attend
-from suites._cases import TRAINING_CASES
 from tests.cases import Case, make_target_inputs
 from tests.oracles import target_attention_oracle
 from torchrec_jagged_attn import jagged_target_attention
@@ -57,13 +56,8 @@ def ours(x: Inputs, score: str = "softmax") -> Callable[[], Tensor]:
 def over_rows(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
     """A provider from the maker of a peer."""
     query, num_heads = x.leaves["query"], x.case.num_heads
-    attend = make(
-        replace(
-            x,
-            query_offsets=x.query_offsets * num_heads,
-            max_targets=x.max_targets * num_heads,
-        )
-    )
+    rows, max_rows = x.query_offsets * num_heads, x.max_targets * num_heads
+    attend = make(replace(x, query_offsets=rows, max_targets=max_rows))
 
     def call() -> Tensor:
         rows = x.leaves["history"].unsqueeze(1)

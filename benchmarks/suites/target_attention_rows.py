@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from suites import Cost, Inputs, Relaid, Suite
+from suites import TRAINING_CASES, Cost, Inputs, Relaid, Suite
 from suites import target_attention_kernel as base
-from suites._cases import TRAINING_CASES
 from tests.cases import Case
 from tests.oracles import target_attention_oracle
 from torchrec_jagged_attn import jagged_target_attention

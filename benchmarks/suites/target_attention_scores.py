@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from suites import Inputs, UnavailableError
+from suites import TRAINING_CASES, Inputs, UnavailableError
 from suites import target_attention_kernel as base
 from suites._attention import Attend, Padding
-from suites._cases import TRAINING_CASES
 from tests.cases import Case
 from tests.oracles import target_attention_oracle
 
