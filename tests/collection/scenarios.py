@@ -1,7 +1,6 @@
 """What tests of the attention collection share: scenarios, batches, and the formula."""
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable
 
@@ -11,7 +10,9 @@ from torch.func import functional_call
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from tests.cases import offsets_of
 from tests.fixtures import sync_debug_mode
+from tests.modules.target_attention_inputs import attend_by_sample
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
 from torchrec_jagged_attn import (
@@ -19,6 +20,7 @@ from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
+from torchrec_jagged_attn.collection.pooling import TargetAttentionPooling
 
 Batch = dict[str, list[list[int]]]  # the ids of each sample, by key
 
@@ -324,68 +326,16 @@ def encode(
     return rows
 
 
-def bucket(distance: int, num_buckets: int) -> int:
-    return min(math.floor(4 * math.log2(1 + distance)), num_buckets - 1)
-
-
-def attend(
-    config: TargetAttentionConfig,
-    parameters: dict[str, Tensor],
-    target: Tensor,
-    rows: Tensor,
-    times: list[int] | None,
-    request_time: int | None,
-    weights: list[float],
-) -> Tensor:
-    """One sample by torch.nn.MultiheadAttention: target ``[T]``, rows ``[L, E]``."""
-    embed_dim = rows.shape[1]
-    parameters = dict(parameters)
-    bias = {name: parameters.pop(name) for name in list(parameters) if "recency_bias" in name}
-    if "out_proj.weight" not in parameters:  # as by the identity
-        identity, zeros = torch.eye(embed_dim).to(rows), rows.new_zeros(embed_dim)
-        in_bias = torch.cat([parameters["in_proj_bias"], zeros, zeros])
-        parameters |= {"v_proj_weight": identity, "in_proj_bias": in_bias}
-        parameters |= {"out_proj.weight": identity, "out_proj.bias": zeros}
-    if "q_proj_weight" in parameters:  # of targets that are not as wide as histories
-        q, k, v = (parameters.pop(f"{name}_proj_weight") for name in "qkv")
-        target = q @ target
-        parameters["in_proj_weight"] = torch.cat([torch.eye(embed_dim).to(q), k, v])
-    num_heads = config.num_heads
-    if num_heads is None:
-        num_heads = max(h for h in (8, 4, 2, 1) if embed_dim % h == 0 and embed_dim >= 4 * h)
-    attention = nn.MultiheadAttention(embed_dim, num_heads, dtype=rows.dtype)
-    kept = [n for n, weight in enumerate(weights) if weight > 0]
-    if not kept:
-        return torch.func.functional_call(
-            attention.out_proj,
-            {name: parameters[f"out_proj.{name}"] for name in ("weight", "bias")},
-            rows.new_zeros(embed_dim),
-        )
-    mask = torch.tensor([[weights[n]] for n in kept], dtype=rows.dtype).log()
-    mask = mask.repeat(1, num_heads)
-    if config.recency_bias:
-        positions = bias["recency_bias.position_weight"]
-        mask = mask + positions[[bucket(len(rows) - 1 - n, len(positions)) for n in kept]]
-    if times is not None:
-        ages = bias["recency_bias.age_weight"]
-        now = times[-1] if request_time is None else request_time
-        mask = mask + ages[[bucket(max(now - times[n], 0), len(ages)) for n in kept]]
-    inputs = (target.unsqueeze(0), rows[kept], rows[kept])
-    arguments = {"attn_mask": mask.T.unsqueeze(1), "need_weights": False}
-    out, _ = functional_call(attention, parameters, inputs, arguments)
-    return out.squeeze(0)
-
-
 def oracle(
     scenario: Scenario,
     batch: Batch,
+    pooling: TargetAttentionPooling,
     tables: dict[str, Tensor],
     attentions: dict[str, Tensor],
     encoders: dict[str, Tensor],
-    heads_of_encoders: list[int],
 ) -> list[Tensor]:
     """Columns of the output, feature by feature, in the order of EmbeddingBagCollection; and those
-    of users.
+    of users. ``pooling`` says how many heads there are, and how wide they are.
     """
     batch = dict(batch)
     for config in scenario.attentions:
@@ -396,6 +346,9 @@ def oracle(
     def weights_of(ids: list[int]) -> list[float]:
         return [weight_of(i) if scenario.is_weighted else 1.0 for i in ids]
 
+    def values_of(key: str | None) -> Tensor | None:
+        return None if key is None else torch.tensor([i for ids in batch[key] for i in ids]).long()
+
     def rows_of(names: list[str], sample: int) -> Tensor:
         found = [scenario.find(name) for name in names]
         return torch.cat([tables[t.name][batch[feature][sample]] for t, feature in found], dim=1)
@@ -403,31 +356,24 @@ def oracle(
     attended: dict[tuple[str, str], Tensor] = {}
     users: list[Tensor] = []
     for index, config in enumerate(scenario.attentions):
-        parameters = within(attentions, f"{index}.")
-        first = scenario.features(config.histories)[0]
+        events = batch[scenario.features(config.histories)[0]]
+        heads = next((x.self_attn.num_heads for x in pooling.encoders[index]), 1)
+        layers = within(encoders, f"encoder.{index}.")
         histories = [
-            encode(
-                config,
-                within(encoders, f"encoder.{index}."),
-                heads_of_encoders[index],
-                rows_of(config.histories, b),
-            )
-            for b in range(len(batch[first]))
+            encode(config, layers, heads, rows_of(config.histories, b)) for b in range(len(events))
         ]
-        outputs = [
-            attend(
-                config,
-                parameters,
-                rows_of(config.targets, b)[0],
-                histories[b],
-                None if config.timestamps is None else batch[config.timestamps][b],
-                None if config.request_time is None else batch[config.request_time][b][0],
-                weights_of(batch[first][b]),
-            )
-            for b in range(len(batch[first]))
-        ]
+        outputs = attend_by_sample(
+            pooling.attentions[index],
+            target=torch.cat([rows_of(config.targets, b) for b in range(len(events))]),
+            history=torch.cat(histories),
+            offsets=offsets_of(torch.tensor([len(ids) for ids in events]), torch.int64, CPU),
+            timestamps=values_of(config.timestamps),
+            request_time=values_of(config.request_time),
+            prior_weights=torch.tensor([w for ids in events for w in weights_of(ids)]).double(),
+            **within(attentions, f"{index}."),
+        )
         found = [scenario.find(name) for name in config.histories]
-        parts = torch.stack(outputs).split([t.embedding_dim for t, _ in found], dim=1)
+        parts = outputs.split([t.embedding_dim for t, _ in found], dim=1)
         attended |= {
             (t.name, feature): part for (t, feature), part in zip(found, parts, strict=True)
         }
@@ -479,14 +425,10 @@ def check_against_oracle(
             ("encoders", encoder_parameters(collection)),
         )
     }
-    heads = [
-        next((x.self_attn.num_heads for x in layers.children()), 1)
-        for layers in collection.pooling.encoders
-    ]
     with RoundingErrors(torch.float32) as errors:
         for batch, out, grad_out in zip(batches, outs, grads_out, strict=True):
             expected = torch.cat(
-                oracle(scenario, to_samples(batch), **leaves, heads_of_encoders=heads), dim=1
+                oracle(scenario, to_samples(batch), collection.pooling, **leaves), dim=1
             )
             expected.backward(grad_out.double())
             assert_close(out.cpu(), expected, errors)
