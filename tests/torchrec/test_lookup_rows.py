@@ -211,7 +211,7 @@ def test_copies_that_somebody_waited_for_are_taken():
 def test_copies_without_a_gradient_are_refused():
     sequences = awaited("batch sizes", torch.randn(9, 4, requires_grad=True))
     sequences.keys()  # waits
-    with pytest.raises(NotImplementedError, match="without a hook that waits for the rows, got"):
+    with pytest.raises(NotImplementedError, match="must have no hook that reads the rows, got one"):
         take_rows(sequences, NO_COPY)
     with torch.no_grad():
         assert take_rows(sequences, NO_COPY) == (sequences, {})

@@ -218,11 +218,11 @@ def of_length(length: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(KEYS, torch.cat(values), lengths=lengths)
 
 
-def count_what_is_sent(_: torch.device) -> list[dict[bool, list[int]]]:
+def count_what_is_sent(device: torch.device) -> list[dict[bool, list[int]]]:
     """How many numbers this rank sends in each exchange, by whether they are no integers."""
     results, exchange = [], dist.all_to_all_single
     for length in (2, 50):
-        model = sharded(make_collection(request_time="now", init="mha"), "stay by row")
+        model = sharded(device, make_collection(request_time="now", init="mha"), "stay by row")
         sent: dict[bool, list[int]] = {True: [], False: []}
 
         def count(output: Tensor, input: Tensor, *args: Any, sent=sent, **kwargs: Any) -> Any:
@@ -243,11 +243,11 @@ def test_what_is_sent_does_not_depend_on_the_length(tmp_path: Path):
         assert sum(long[False]) - sum(short[False]) == 3 * (50 - 2) * 3
 
 
-def count_by_rank(_: torch.device) -> tuple[list[int], list[list[int]]]:
+def count_by_rank(device: torch.device) -> tuple[list[int], list[list[int]]]:
     """The ranks that have the table of a target and a history, and how many rows of any exchange
     are received from each rank, or sent to it.
     """
-    model = sharded(make_collection(request_time="now", init="mha"), "stay by table")
+    model = sharded(device, make_collection(request_time="now", init="mha"), "stay by table")
     counts: list[list[int]] = []
     start = _Transfer.start
 
@@ -306,7 +306,7 @@ def test_codecs_of_several_rows_are_refused(tmp_path: Path):
         assert message.startswith("qcomm_codecs_registry must have codecs that divide rows of 8")
 
 
-def record_order(_: torch.device) -> dict[str, list[str]]:
+def record_order(device: torch.device) -> dict[str, list[str]]:
     """What happens one after the other, forward and backward."""
     results = {}
     start, finish = _Transfer.start, _Transfer.finish
@@ -316,7 +316,7 @@ def record_order(_: torch.device) -> dict[str, list[str]]:
         "stay": {"single_lookup": True},
         "travel": {"encoder": EncoderConfig()},
     }.items():
-        model, events = sharded(make_collection(**options), "stay by row"), []
+        model, events = sharded(device, make_collection(**options), "stay by row"), []
 
         def note(event: str, function: Callable, *args: Any, to=events, **kwargs: Any) -> Any:
             to.append(event)
@@ -353,9 +353,9 @@ def test_exchanges_overlap_with_other_work(tmp_path: Path):
         assert events["travel"] == [*both, "loss", "start", "start", "finish", "finish"]
 
 
-def weigh(_: torch.device) -> str:
+def weigh(device: torch.device) -> str:
     """The error of weights of rows that are elsewhere."""
-    model = sharded(make_collection(), "stay by row").module
+    model = sharded(device, make_collection(), "stay by row").module
     history = model.embedding_collections["8"](of_length(4))["hist"]
     with pytest.raises(NotImplementedError) as error:
         model.pooling.attentions[0].attention_weights(torch.zeros(3, 8), history)
@@ -367,13 +367,13 @@ def test_weights_of_rows_that_are_elsewhere_are_refused(tmp_path: Path):
         assert message.startswith("history must have its rows on this rank, got one of those that")
 
 
-def track_lookups(_: torch.device) -> list[dict[str, list[int]]]:
+def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
     """The ids that this rank looks up, by feature, and how often rows are sent; where rows travel,
     and where they stay.
     """
     results = []
     for way in ("travel by row", "stay by row"):
-        model = sharded(make_collection(request_time="now"), way)
+        model = sharded(device, make_collection(request_time="now"), way)
         lookup = model.module.embedding_collections["8"]
         tracked: list[KeyedJaggedTensor] = []
         lookup.register_post_lookup_tracker_fn(lambda ids, *_, to=tracked: to.append(ids))
@@ -401,9 +401,9 @@ def test_lookups_are_tracked_and_prefetched(tmp_path: Path):
 TABLE = "embedding_collections.8.embeddings.t_item.weight"
 
 
-def look_up_out_of_range(_: torch.device) -> tuple[list[int], Tensor]:
+def look_up_out_of_range(device: torch.device) -> tuple[list[int], Tensor]:
     """Lengths, of all ranks' samples, of what this rank has, and its rows."""
-    model = sharded(make_collection(request_time="now"), "stay by row")
+    model = sharded(device, make_collection(request_time="now"), "stay by row")
     features = of_length(4)
     features.values()[3:7] = torch.tensor([50, 10**12, -1, -(10**12)])  # a history
     owned = model.module.embedding_collections["8"](features)["hist"].owned
@@ -419,9 +419,9 @@ def test_ids_out_of_range_are_looked_up_as_the_first_row_of_an_owner(tmp_path: P
     assert torch.equal(rows[:4], make_collection().state_dict()[TABLE][25].expand(4, 8))
 
 
-def sort_too_many(_: torch.device) -> str:
+def sort_too_many(device: torch.device) -> str:
     """The error of more samples, features and ranks than int32 numbers."""
-    model = sharded(make_collection(), "stay by row")
+    model = sharded(device, make_collection(), "stay by row")
     exchange = model.module.embedding_collections["8"]._exchange
     exchange._blocks = range(2**30)
     with pytest.raises(ValueError, match="at most") as error:
