@@ -22,7 +22,8 @@ from tests.torchrec.two_ranks import (
     make_model,
     optimize_tables,
     run_ranks,
-    shard,
+    shard_with_weights,
+    train_on,
 )
 from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.events import (
@@ -70,25 +71,12 @@ class SelectingModel(nn.Module):
 
 def make_sharded(device: torch.device) -> DistributedModelParallel:
     model = SelectingModel(make_model(is_weighted=True))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    optimize_tables(model)
-    sharded = shard(model, device, ShardingType.TABLE_WISE)
-    load(sharded, state)
-    return sharded
+    return shard_with_weights(model, device, ShardingType.TABLE_WISE)
 
 
 def train(device: torch.device) -> dict[str, list[Tensor]]:
     """Losses without a pipeline, and with one that selects before it looks up."""
-    plain = make_sharded(device)
-    optimizer = dense_optimizer(plain)
-    losses = []
-    for batch in batches(device):
-        optimizer.zero_grad()
-        loss, _ = plain(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-
+    losses = [loss for loss, _ in train_on(make_sharded(device), batches(device))]
     model = make_sharded(device)
     pipeline = TrainPipelineSparseDist(
         model, dense_optimizer(model), device, pipeline_postproc=True
@@ -164,14 +152,7 @@ def train_events(device: torch.device) -> dict[str, list[Tensor]]:
     outputs = {"one process": [make_events_model(device, sharded=False)(first)[1]]}
 
     model = make_events_model(device, sharded=True)
-    optimizer = dense_optimizer(model)
-    outputs["sharded"] = []
-    for batch in batches(device, steps):
-        optimizer.zero_grad()
-        loss, out = model(batch)
-        loss.backward()
-        optimizer.step()
-        outputs["sharded"].append(out)
+    outputs["sharded"] = [out for _, out in train_on(model, batches(device, steps))]
 
     model = make_events_model(device, sharded=True)
     pipeline = TrainPipelineSparseDist(

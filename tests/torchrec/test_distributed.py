@@ -23,6 +23,7 @@ from tests.torchrec.two_ranks import (
     STEPS_OF_EQUAL_BATCHES,
     assert_same_run,
     batches,
+    device_of,
     full_state_dict,
     load,
     make_model,
@@ -79,7 +80,7 @@ def train_sharded(device: torch.device, backend: str) -> dict[tuple, dict[str, A
 def test_sharded_training_equals_training_in_one_process(tmp_path: Path, backend: str):
     """Also where histories are empty on one rank only, and samples are more on one than another."""
     ranks = run_ranks(train_sharded, tmp_path, backend, backend)
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    device = device_of(backend)
     for optimizer in OPTIMIZERS:
         model = make_model().to(device)
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -136,7 +137,7 @@ def run_two_hosts(
 def test_bags_across_two_hosts(tmp_path: Path, backend: str):
     """By rows within a host; on a grid, by columns over hosts, too."""
     ranks = run_two_hosts(train_across_hosts, tmp_path, backend)
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    device = device_of(backend)
     model = make_model(tags=PoolingType.SUM).to(device)
     expected = train_unsharded(model, "SGD", len(ranks), device, STEPS_OF_EQUAL_BATCHES)
     for sharding in BAGS_ACROSS_HOSTS:

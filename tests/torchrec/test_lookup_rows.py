@@ -31,12 +31,11 @@ from tests.torchrec.two_ranks import (
     collection_of,
     dense_optimizer,
     full_state_dict,
-    load,
     make_batch,
     make_model,
-    optimize_tables,
     run_ranks,
-    shard,
+    shard_with_weights,
+    train_on,
 )
 from torchrec_jagged_attn import EncoderConfig, JaggedTargetAttention
 from torchrec_jagged_attn.collection.lookup_rows import take_rows
@@ -270,15 +269,11 @@ COPIED = {"ids, by column", "samples, by column", "samples, side by side", "samp
 def sharded(device: torch.device, case: str, once: bool) -> nn.Module:
     sharding, optimizer, options, unique_ids, _ = CASES[case]
     model = make_model(**({"side_by_side": False} | options))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    optimize_tables(model, optimizer)
     sharders = [
         EmbeddingCollectionSharder(use_index_dedup=once and unique_ids),
         EmbeddingBagCollectionSharder(),
     ]
-    model = shard(model, device, sharding, sharders=sharders)
-    load(model, state)
-    return model
+    return shard_with_weights(model, device, sharding, optimizer, sharders=sharders)
 
 
 def batches(case: str, once: bool) -> Iterator[Batch]:
@@ -293,8 +288,7 @@ def trained(
     device: torch.device, case: str, once: bool, pipelined: bool = False
 ) -> tuple[list[Tensor], dict[str, Tensor], list[tuple[int, int]]]:
     """Logits of each step, parameters after the last, rows and places of what is read by index."""
-    model, logits, seen = sharded(device, case, once), [], []
-    optimizer = dense_optimizer(model)
+    model, seen = sharded(device, case, once), []
 
     def look(_module: nn.Module, inputs: tuple, keywords: dict[str, Tensor]) -> None:
         if keywords["indices"] is not None:
@@ -303,18 +297,15 @@ def trained(
     for attention in collection_of(model).pooling.attentions:
         attention.register_forward_pre_hook(look, with_kwargs=True)
     if pipelined:
+        optimizer = dense_optimizer(model)
         pipeline = TrainPipelineSparseDist(model, optimizer, device, pipeline_postproc=True)
         made = batches(case, once)
         logits = [pipeline.progress(made)[1].cpu() for _ in range(NUM_STEPS)]
         names = {type(module).__name__ for module in pipeline._pipelined_modules}
         assert "ShardedEmbeddingCollection" in names
         return logits, full_state_dict(model, device), seen
-    for batch in batches(case, once):
-        optimizer.zero_grad()
-        loss, (_, of_step, _) = model(batch.to(device))
-        loss.backward()
-        optimizer.step()
-        logits.append(of_step.detach().cpu())
+    on_device = (batch.to(device) for batch in batches(case, once))
+    logits = [of_step.detach().cpu() for _, (_, of_step, _) in train_on(model, on_device)]
     return logits, full_state_dict(model, device), seen
 
 

@@ -30,7 +30,7 @@ from tests.torchrec.two_ranks import (
     NUM_STEPS,
     assert_same_run,
     collection_of,
-    dense_optimizer,
+    device_of,
     load,
     make_batch,
     make_model,
@@ -38,9 +38,10 @@ from tests.torchrec.two_ranks import (
     optimize_tables,
     run_ranks,
     shard,
+    shard_with_weights,
     train,
+    train_on,
     train_unsharded,
-    world_size,
 )
 from torchrec_jagged_attn import (
     EncoderConfig,
@@ -114,11 +115,9 @@ def changed(
 
     def run(device: torch.device) -> Losses:
         model = make_model(**options)
-        state = {name: value.clone() for name, value in model.state_dict().items()}
         change(collection_of(model))
-        optimize_tables(model)
-        model = shard(model, device, ShardingType.TABLE_WISE, sharders=fused(sharder))
-        load(model, state)
+        sharders = fused(sharder)
+        model = shard_with_weights(model, device, ShardingType.TABLE_WISE, sharders=sharders)
         return losses_of(model, device)
 
     return run
@@ -192,16 +191,9 @@ def variable_batch_sizes(
     device: torch.device, sharders: list[ModuleSharder] | None = None
 ) -> Losses:
     model = make_sharded_model(device, ShardingType.ROW_WISE, sharders=sharders)
-    optimizer = dense_optimizer(model)
-    losses = []
-    for step in range(NUM_STEPS):
-        batch = with_equal_samples_once(make_batch(step, dist.get_rank()))
-        optimizer.zero_grad()
-        loss, _ = model(batch.to(device))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+    made = (make_batch(step, dist.get_rank()) for step in range(NUM_STEPS))
+    once = (with_equal_samples_once(batch).to(device) for batch in made)
+    return [loss for loss, _ in train_on(model, once)]
 
 
 def evaluated(model: nn.Module, device: torch.device, once: bool) -> Losses:
@@ -275,90 +267,75 @@ def over_codes() -> dict[str, Any]:
     return {"history_codes": codes}
 
 
+def trained_with(
+    make: Callable[..., nn.Module] = make_sharded_model, **options: Any
+) -> Callable[[torch.device], Losses]:
+    return lambda device: losses_of(make(device, **options), device)
+
+
+def evaluated_with(
+    make: Callable[..., nn.Module] = make_sharded_model, *, once: bool = False
+) -> Callable[[torch.device], Losses]:
+    return lambda device: evaluated(make(device), device, once)
+
+
 def weighted(device: torch.device) -> DistributedModelParallel:
     return make_sharded_model(device, optimizer="RowWiseAdagrad", **WEIGHTED)
 
 
+def of_codes(device: torch.device) -> DistributedModelParallel:
+    return make_sharded_model(device, encoder=over_codes())
+
+
+STAYING = HistoryEmbeddingCollectionSharder
 OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
-    "plain": lambda device: losses_of(make_sharded_model(device), device),
+    "plain": trained_with(),
     "activation checkpointing": changed(recompute),
     "torch.compile of the attention": changed(compile_attention),
     "index dedup": deduplicated,
     "plan without constraints": planned_freely,
     "single lookup": looked_up_together,
     "single ids": functools.partial(looked_up_together, single_id_features=["user"]),
-    "variable batch sizes, evaluated": lambda device: evaluated(
-        make_sharded_model(device), device, once=True
-    ),
-    "evaluated": lambda device: evaluated(make_sharded_model(device), device, once=False),
+    "variable batch sizes, evaluated": evaluated_with(once=True),
+    "evaluated": evaluated_with(),
     "variable batch sizes without inverse indices": without_inverse_indices,
     "autocast": autocast,
-    "output_dtype fp16": lambda device: losses_of(
-        make_sharded_model(device, sharders=fused(output_dtype=SparseType.FP16)), device
-    ),
-    "output_dtype bf16": lambda device: losses_of(
-        make_sharded_model(device, sharders=fused(output_dtype=SparseType.BF16)), device
-    ),
-    "fp16 codecs": lambda device: losses_of(
-        make_sharded_model(device, ShardingType.ROW_WISE, sharders=codecs(CommType.FP16)), device
-    ),
-    "bf16 codecs": lambda device: losses_of(
-        make_sharded_model(device, ShardingType.ROW_WISE, sharders=codecs(CommType.BF16)), device
-    ),
-    "fp16 tables": lambda device: losses_of(
-        make_sharded_model(device, data_type=DataType.FP16), device
-    ),
-    "encoder layers of a window": lambda device: losses_of(
-        make_sharded_model(device, encoder=ENCODED), device
-    ),
-    "history_codes": lambda device: losses_of(
-        make_sharded_model(device, encoder=over_codes()), device
-    ),
-    "history_codes, evaluated": lambda device: evaluated(
-        make_sharded_model(device, encoder=over_codes()), device, once=False
-    ),
-    "history_codes, variable batch sizes, evaluated": lambda device: evaluated(
-        make_sharded_model(device, encoder=over_codes()), device, once=True
-    ),
-    "bf16 tables": lambda device: losses_of(
-        make_sharded_model(device, data_type=DataType.BF16), device
-    ),
+    "encoder layers of a window": trained_with(encoder=ENCODED),
+    "history_codes": trained_with(of_codes),
+    "history_codes, evaluated": evaluated_with(of_codes),
+    "history_codes, variable batch sizes, evaluated": evaluated_with(of_codes, once=True),
     "variable batch sizes": variable_batch_sizes,
     "variable batch sizes, output_dtype bf16": functools.partial(
         variable_batch_sizes, sharders=fused(output_dtype=SparseType.BF16)
     ),
-    "stay": lambda device: losses_of(stay(device), device),
-    "stay, activation checkpointing": changed(recompute, HistoryEmbeddingCollectionSharder, **STAY),
+    "stay": trained_with(stay),
+    "stay, activation checkpointing": changed(recompute, STAYING, **STAY),
     "stay, torch.compile of the attention": changed(
-        functools.partial(compile_attention, fullgraph=False),
-        HistoryEmbeddingCollectionSharder,
-        **STAY,
+        functools.partial(compile_attention, fullgraph=False), STAYING, **STAY
     ),
     "stay, autocast": lambda device: autocast(device, stay),
-    "stay, output_dtype fp16": lambda device: losses_of(
-        stay(device, fused(HistoryEmbeddingCollectionSharder, output_dtype=SparseType.FP16)), device
-    ),
-    "stay, output_dtype bf16": lambda device: losses_of(
-        stay(device, fused(HistoryEmbeddingCollectionSharder, output_dtype=SparseType.BF16)), device
-    ),
-    "stay, fp16 codecs": lambda device: losses_of(
-        stay(device, codecs(CommType.FP16, HistoryEmbeddingCollectionSharder)), device
-    ),
-    "stay, bf16 codecs": lambda device: losses_of(
-        stay(device, codecs(CommType.BF16, HistoryEmbeddingCollectionSharder)), device
-    ),
-    "stay, fp16 tables": lambda device: losses_of(stay(device, data_type=DataType.FP16), device),
-    "stay, bf16 tables": lambda device: losses_of(stay(device, data_type=DataType.BF16), device),
-    "stay, evaluated": lambda device: evaluated(stay(device).eval(), device, once=False),
+    "stay, evaluated": evaluated_with(lambda device: stay(device).eval()),
     "refused where rows stay": refused_where_rows_stay,
-    "is_weighted, max_history": lambda device: losses_of(weighted(device), device),
-    "is_weighted, max_history, evaluated": lambda device: evaluated(
-        weighted(device), device, once=False
-    ),
-    "is_weighted, max_history, variable batch sizes, evaluated": lambda device: evaluated(
-        weighted(device), device, once=True
+    "is_weighted, max_history": trained_with(weighted),
+    "is_weighted, max_history, evaluated": evaluated_with(weighted),
+    "is_weighted, max_history, variable batch sizes, evaluated": evaluated_with(
+        weighted, once=True
     ),
 }
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+for half in HALF:
+    output_dtype, precision = SparseType[half.upper()], CommType[half.upper()]
+    data_type = DataType[half.upper()]
+    OPTIONS |= {
+        f"output_dtype {half}": trained_with(sharders=fused(output_dtype=output_dtype)),
+        f"{half} codecs": trained_with(sharding=ShardingType.ROW_WISE, sharders=codecs(precision)),
+        f"{half} tables": trained_with(data_type=data_type),
+        f"stay, output_dtype {half}": trained_with(
+            stay, sharders=fused(STAYING, output_dtype=output_dtype)
+        ),
+        f"stay, {half} codecs": trained_with(stay, sharders=codecs(precision, STAYING)),
+        f"stay, {half} tables": trained_with(stay, data_type=data_type),
+    }
 
 
 def train_with_options(device: torch.device) -> dict[str, Losses | str]:
@@ -372,12 +349,16 @@ def train_with_options(device: torch.device) -> dict[str, Losses | str]:
     return results
 
 
+Trained = tuple[str, list[dict[str, Losses | str]]]
+"""A backend, and what each rank returns."""
+
+
 @pytest.fixture(
     scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)], name="trained"
 )
 def train_on_ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, list[dict[str, Losses | str]]]:
+) -> Trained:
     backend = request.param
     return backend, run_ranks(train_with_options, tmp_path_factory.mktemp("ranks"), backend)
 
@@ -408,7 +389,7 @@ REFUSED = {
 assert_same_losses = functools.partial(assert_same_run, num_steps=None)
 
 
-def losses_by_rank(trained: tuple[str, list[dict]], option: str) -> Tensor:
+def losses_by_rank(trained: Trained, option: str) -> Tensor:
     """``[ranks, steps]``."""
     backend, ranks = trained
     results = [rank[option] for rank in ranks]
@@ -451,9 +432,7 @@ def test_trains_as_the_plain_model(trained, option: str):
     ],
 )
 def test_trains_as_one_process_where_rows_stay(trained, option: str):
-    backend, _ = trained
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
-    expected = unsharded(make_model(**STAY).to(device), backend, device)
+    expected = unsharded(make_model(**STAY), trained)
     assert_same_losses(losses_by_rank(trained, option), expected)
 
 
@@ -464,8 +443,7 @@ def test_refused_where_rows_stay(trained):
 
 
 def test_evaluated_where_rows_stay(trained):
-    backend, _ = trained
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    device = device_of(trained[0])
     model = make_model(**STAY).to(device).eval()
     losses = losses_by_rank(trained, "stay, evaluated")
     for rank, of_rank in enumerate(losses):
@@ -480,28 +458,22 @@ def test_keys_may_differ_in_batch_size(trained, model: str):
 
 
 def test_weighted_newest_rows(trained):
-    backend, _ = trained
     losses = losses_by_rank(trained, "is_weighted, max_history")
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
-    model = make_model(**WEIGHTED).to(device)
-    assert_same_losses(losses, unsharded(model, backend, device, "RowWiseAdagrad"))
+    expected = unsharded(make_model(**WEIGHTED), trained, "RowWiseAdagrad")
+    assert_same_losses(losses, expected)
 
 
 def test_encoder_layers_of_a_window(trained):
-    backend, _ = trained
     losses = losses_by_rank(trained, "encoder layers of a window")
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
-    assert_same_losses(losses, unsharded(make_model(**ENCODED).to(device), backend, device))
+    assert_same_losses(losses, unsharded(make_model(**ENCODED), trained))
 
 
 def test_histories_of_codes(trained):
-    backend, _ = trained
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
-    model = make_model(**over_codes()).to(device)
+    model = make_model(**over_codes())
     before = {name: value.clone() for name, value in model.named_parameters()}
-    expected = unsharded(model, backend, device)
+    expected = unsharded(model, trained)
     for name, value in model.named_parameters():
-        assert not torch.equal(value, before[name]), name
+        assert not torch.equal(value.cpu(), before[name]), name
     assert_same_losses(losses_by_rank(trained, "history_codes"), expected)
 
 
@@ -511,27 +483,19 @@ def test_batch_sizes_that_vary_without_inverse_indices_are_refused(trained):
         assert results["variable batch sizes without inverse indices"] == []
 
 
-ROUNDED = {
-    "output_dtype fp16": torch.float16,
-    "output_dtype bf16": torch.bfloat16,
-    "stay, output_dtype fp16": torch.float16,
-    "stay, output_dtype bf16": torch.bfloat16,
-    "stay, fp16 codecs": torch.float16,
-    "stay, bf16 codecs": torch.bfloat16,
-    "variable batch sizes, output_dtype bf16": torch.bfloat16,
-    "fp16 codecs": torch.float16,
-    "bf16 codecs": torch.bfloat16,
-}
+ROUNDED = [name for name in OPTIONS if "output_dtype" in name or "codecs" in name]
+
+
+def dtype_of(option: str) -> torch.dtype:
+    return next(dtype for half, dtype in HALF.items() if half in option)
 
 
 @pytest.mark.parametrize("option", ROUNDED)
 def test_lookups_in_half_precision(trained, option: str):
     """As in one process whose lookups, and their gradients, are rounded."""
-    backend, _ = trained
-    losses = losses_by_rank(trained, option)
-    device, dtype = torch.device("cpu" if backend == "gloo" else "cuda"), ROUNDED[option]
+    losses, dtype = losses_by_rank(trained, option), dtype_of(option)
     stays = option.startswith("stay")
-    model = make_model(**(STAY if stays else {})).to(device)
+    model = make_model(**(STAY if stays else {}))
     collection = collection_of(model)
     not_sent = ("hist", "hist_cat") if stays and "codecs" in option else ()
 
@@ -548,59 +512,42 @@ def test_lookups_in_half_precision(trained, option: str):
 
     collection.embedding_collections["8"].register_forward_hook(round_sequences)
     collection.embedding_bag_collection.register_forward_hook(round_bags)
-    expected = unsharded(model, backend, device)
+    expected = unsharded(model, trained)
     assert_same_losses(losses, expected, dtype=dtype)
-    assert_tables_learn(losses, expected, backend, STAY if stays else {})
+    assert_tables_learn(losses, expected, trained, STAY if stays else {})
 
 
-TABLES = {
-    "fp16 tables": (DataType.FP16, torch.float16),
-    "bf16 tables": (DataType.BF16, torch.bfloat16),
-    "stay, fp16 tables": (DataType.FP16, torch.float16),
-    "stay, bf16 tables": (DataType.BF16, torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("option", TABLES)
+@pytest.mark.parametrize("option", [name for name in OPTIONS if "tables" in name])
 def test_tables_in_half_precision(trained, option: str):
-    backend, _ = trained
-    losses = losses_by_rank(trained, option)
-    device, (data_type, dtype) = (
-        torch.device("cpu" if backend == "gloo" else "cuda"),
-        TABLES[option],
-    )
+    losses, dtype = losses_by_rank(trained, option), dtype_of(option)
+    data_type = DataType.FP16 if dtype == torch.float16 else DataType.BF16
     model = make_model(data_type=data_type, **(STAY if option.startswith("stay") else {}))
-    model = model.to(device)
     # FBGEMM rounds what tables learn by chance, so that only the first loss is known.
-    assert_same_losses(losses[:, :1], unsharded(model, backend, device)[:, :1], dtype=dtype)
+    assert_same_losses(losses[:, :1], unsharded(model, trained)[:, :1], dtype=dtype)
     assert losses.isfinite().all()
 
 
 @pytest.mark.parametrize(("option", "options"), [("autocast", {}), ("stay, autocast", STAY)])
 def test_autocast(trained, option: str, options: dict[str, Any]):
-    backend, _ = trained
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
-    with torch.autocast(device.type, torch.bfloat16):
-        expected = unsharded(make_model(**options).to(device), backend, device)
+    with torch.autocast(device_of(trained[0]).type, torch.bfloat16):
+        expected = unsharded(make_model(**options), trained)
         losses = losses_by_rank(trained, option)
         assert_same_losses(losses, expected, dtype=torch.bfloat16)
-        assert_tables_learn(losses, expected, backend, options)
+        assert_tables_learn(losses, expected, trained, options)
 
 
 def assert_tables_learn(
-    losses: Tensor, expected: Tensor, backend: str, options: dict[str, Any]
+    losses: Tensor, expected: Tensor, trained: Trained, options: dict[str, Any]
 ) -> None:
     """The bound of half precision is wider than what tables learn in these few steps."""
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
-    untrained = unsharded(make_model(**options).to(device), backend, device, tables_learn=False)
+    untrained = unsharded(make_model(**options), trained, tables_learn=False)
     assert (losses - expected).abs().sum() < (losses - untrained).abs().sum() / 2
 
 
-def unsharded(
-    model: nn.Module, backend: str, device: torch.device, optimizer: str = "SGD", **options: Any
-) -> Tensor:
+def unsharded(model: nn.Module, trained: Trained, optimizer: str = "SGD", **options: Any) -> Tensor:
     """Losses ``[ranks, steps]`` of one process."""
-    steps = train_unsharded(model, optimizer, world_size(backend), device, **options)
+    device, ranks = device_of(trained[0]), len(trained[1])
+    steps = train_unsharded(model.to(device), optimizer, ranks, device, **options)
     return torch.tensor([[float(loss) for loss in losses] for losses, _ in steps]).T
 
 

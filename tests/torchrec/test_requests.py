@@ -27,13 +27,13 @@ from tests.torchrec.two_ranks import (
     assert_same_run,
     collection_of,
     dense_optimizer,
+    device_of,
     full_state_dict,
-    load,
     make_batch,
     make_model,
-    optimize_tables,
     run_ranks,
-    shard,
+    shard_with_weights,
+    train_on,
 )
 from torchrec_jagged_attn import (
     EncoderConfig,
@@ -169,14 +169,10 @@ def train_samples(
 
 def make_sharded(device: torch.device, case: str) -> nn.Module:
     sharding, optimizer, options = CASES[case]
-    model = make_model(**options, **REQUESTS)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    optimize_tables(model, optimizer)
     sharder = HistoryEmbeddingCollectionSharder if case in STAY else EmbeddingCollectionSharder
     sharders = [sharder(), EmbeddingBagCollectionSharder()]
-    model = shard(model, device, sharding, sharders=sharders)
-    load(model, state)
-    return model
+    model = make_model(**options, **REQUESTS)
+    return shard_with_weights(model, device, sharding, optimizer, sharders=sharders)
 
 
 def lookups_of(case: str) -> set[str]:
@@ -198,12 +194,9 @@ def train_sharded(device: torch.device) -> dict[str, dict[str, Any]]:
     for case, (_, _, options) in CASES.items():
         is_weighted = options.get("is_weighted", False)
         model = make_sharded(device, case)
-        optimizer, logits = dense_optimizer(model), []
-        for batch in from_host(is_weighted):
-            optimizer.zero_grad()
-            loss, (_, of_step, _) = model(batch.to(device))
-            loss.backward()
-            optimizer.step()
+        logits = []
+        on_device = (batch.to(device) for batch in from_host(is_weighted))
+        for loss, (_, of_step, _) in train_on(model, on_device):
             logits.append(of_step.cpu())
             assert loss.isnan() == (len(of_step) == 0)  # a mean; it has no gradient then
         pipelined = make_sharded(device, case)
@@ -247,7 +240,7 @@ def test_keys_may_differ_in_batch_size(tmp_path: Path, backend: str):
 
 def test_trained_as_candidates_that_are_samples(tmp_path: Path, backend: str):
     ranks = run_ranks(train_sharded, tmp_path, backend)
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    device = device_of(backend)
     for case, (_, optimizer, options) in CASES.items():
         model = make_model(**options).to(device)
         before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -32,13 +32,12 @@ from tests.torchrec.two_ranks import (
     batches,
     collection_of,
     dense_optimizer,
+    device_of,
     full_state_dict,
-    load,
     make_model,
-    optimize_tables,
     reads_weights,
     run_ranks,
-    shard,
+    shard_with_weights,
     train,
     train_unsharded,
 )
@@ -80,14 +79,12 @@ def make_sharded(
     sharder: ModuleSharder | None = None,
     others: dict[str, ShardingType] | None = None,
 ) -> nn.Module:
-    state = {key: value.clone() for key, value in model.state_dict().items()}
     replicated = [name for name, kind in (others or {}).items() if kind == DATA_PARALLEL]
-    optimize_tables(model, optimizer, replicated)
     sharder = HistoryEmbeddingCollectionSharder() if sharder is None else sharder
     sharders = [sharder, EmbeddingBagCollectionSharder()]
-    model = shard(model, device, sharding, sharders=sharders, others=others)
-    load(model, state)
-    return model
+    return shard_with_weights(
+        model, device, sharding, optimizer, replicated, sharders=sharders, others=others
+    )
 
 
 def train_sharded(device: torch.device, sharding: ShardingType) -> dict[str, dict[str, Any]]:
@@ -113,7 +110,7 @@ def test_training_equals_that_of_one_process(
     sharding: ShardingType, tmp_path: Path, backend: str
 ) -> None:
     ranks = run_ranks(train_sharded, tmp_path, backend, sharding)
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    device = device_of(backend)
     for case, (optimizer, _) in CASES.items():
         model = make(case).to(device)
         expected = train_unsharded(model, optimizer, len(ranks), device)
@@ -148,7 +145,7 @@ def train_by_plans(device: torch.device) -> dict[str, dict[str, Any]]:
 
 def test_tables_that_are_sharded_in_several_ways(tmp_path: Path, backend: str):
     ranks = run_ranks(train_by_plans, tmp_path, backend, ranks=4 if backend == "gloo" else None)
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    device = device_of(backend)
     for name, _, options in plans_of(device):
         model = make("default", **options).to(device)
         expected = train_unsharded(model, "SGD", len(ranks), device)
@@ -169,7 +166,7 @@ def train_frozen(device: torch.device) -> dict[str, Any]:
 def test_attention_that_is_frozen(tmp_path: Path, backend: str):
     """Tables are trained, and ranks exchange what they do otherwise."""
     ranks = run_ranks(train_frozen, tmp_path, backend)
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    device = device_of(backend)
     model = make_frozen().to(device)
     expected = train_unsharded(model, "SGD", len(ranks), device)
     assert_equal_training(ranks, expected, model, "frozen")

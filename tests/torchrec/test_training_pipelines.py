@@ -34,6 +34,7 @@ from tests.torchrec.two_ranks import (
     make_sharded_model,
     run_ranks,
     train,
+    train_on,
     world_size,
 )
 from torchrec_jagged_attn import HistoryEmbeddingCollectionSharder
@@ -83,15 +84,9 @@ def with_stages(model: DistributedModelParallel, device: torch.device) -> Losses
             ),
         ]
     )
-    optimizer = dense_optimizer(model)
     from_host = batches(CPU)
-    losses = []
-    while (batch := pipeline.progress(from_host)) is not None:
-        optimizer.zero_grad()
-        loss, _ = model(batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+    copied = iter(lambda: pipeline.progress(from_host), None)
+    losses = [loss for loss, _ in train_on(model, copied)]
     assert names_of(lookups._pipelined_modules) == LOOKUPS
     return losses
 

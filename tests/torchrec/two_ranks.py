@@ -98,6 +98,11 @@ OPTIMIZERS = {
 }
 
 
+def device_of(backend: str) -> torch.device:
+    """Of the process that starts ranks."""
+    return torch.device("cpu" if backend == "gloo" else "cuda")
+
+
 def world_size(backend: str) -> int:
     """Two ranks; with NCCL one where there is a single GPU."""
     return 2 if backend == "gloo" else min(2, torch.cuda.device_count())
@@ -361,9 +366,21 @@ def make_sharded_model(
         max_history=max_history,
         **(encoder or {}),
     )
+    return shard_with_weights(model, device, sharding, optimizer, **options)
+
+
+def shard_with_weights(
+    model: nn.Module,
+    device: torch.device,
+    sharding: ShardingType,
+    optimizer: str = "SGD",
+    replicated: Collection[str] = (),
+    **options: Any,
+) -> DistributedModelParallel:
+    """``model`` with its parameters, sharded, and tables that learn as they are told."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if sharding != ShardingType.DATA_PARALLEL:
-        optimize_tables(model, optimizer)
+        optimize_tables(model, optimizer, replicated)
     model = shard(model, device, sharding, **options)
     load(model, state)  # sharding draws the tables of bags anew
     return model
@@ -381,19 +398,23 @@ def load(model: nn.Module, state: dict[str, Tensor]) -> None:
             value.copy_(state[name])
 
 
+def train_on(model: nn.Module, batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
+    """Loss of each step, and what else the model returns."""
+    optimizer = dense_optimizer(model)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss, outputs = model(batch)
+        loss.backward()
+        optimizer.step()
+        yield loss.detach(), outputs
+
+
 def train(
     model: nn.Module, device: torch.device, steps: Iterable[int] = range(NUM_STEPS)
 ) -> list[tuple[Tensor, Tensor]]:
     """Loss and logits of each step on this rank."""
-    optimizer = dense_optimizer(model)
-    results = []
-    for batch in batches(device, steps, reads_weights(model)):
-        optimizer.zero_grad()
-        loss, (_, logits, _) = model(batch)
-        loss.backward()
-        optimizer.step()
-        results.append((loss.detach(), logits))
-    return results
+    of_rank = batches(device, steps, reads_weights(model))
+    return [(loss, logits) for loss, (_, logits, _) in train_on(model, of_rank)]
 
 
 def train_unsharded(
