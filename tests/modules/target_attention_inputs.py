@@ -264,6 +264,14 @@ def example(module, lengths, device=CPU, num_targets=3, seed=0, jagged=False):
     return target, history, torch.arange(sum(lengths), device=device) ** 2
 
 
+def outputs_and_gradients_of(module, run, *arguments, **options):
+    """What ``run`` gives, and the gradients of the parameters of ``module``, of its squares."""
+    module.zero_grad()
+    out = run(*arguments, **options)
+    out.float().square().sum().backward()
+    return [out, *(parameter.grad for parameter in module.parameters())]
+
+
 def zeros(lengths, width=8, dtype=torch.float32):
     return JaggedTensor(
         torch.zeros(sum(lengths), width, dtype=dtype), lengths=torch.tensor(lengths)

@@ -17,6 +17,7 @@ from tests.modules.target_attention_inputs import (
     example,
     make_inputs,
     make_module,
+    outputs_and_gradients_of,
 )
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
@@ -185,11 +186,6 @@ def test_compiles_once_for_all_batches(name, jagged, device):
         ([2, 90, 31], 5),
     ):
         arguments = example(module, lengths, device, num_targets, jagged=jagged)
-        results = []
-        for run in (module, compiled):
-            module.zero_grad()
-            out = run(*arguments)
-            out.square().sum().backward()
-            results.append([out, *(parameter.grad for parameter in module.parameters())])
+        results = [outputs_and_gradients_of(module, run, *arguments) for run in (module, compiled)]
         torch.testing.assert_close(*results, rtol=0, atol=0)
     assert counter.frame_count == 1

@@ -23,6 +23,7 @@ from tests.modules.target_attention_inputs import (
     example,
     make_inputs,
     make_module,
+    outputs_and_gradients_of,
     projected,
     zeros,
 )
@@ -204,31 +205,36 @@ def test_timestamps_that_decrease_are_refused():
         module(target, history, timestamps=torch.tensor([8, 9, 1, 2, 1]))
 
 
+@pytest.mark.parametrize("value_projection", [True, False], ids=["values", "rows"])
 @pytest.mark.parametrize(
     ("lengths", "targets", "path"),
     each_pair([[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0], [16] * 3], [None, 2, 0, "jagged"], PATHS),
     ids=str,
     indirect=["path"],
 )
-def test_edges(lengths, targets, path, device):
-    module = projected(16, 2, age_bias=True, device="meta", **path)
+def test_edges(lengths, targets, value_projection, path, device):
+    options = {"value_projection": value_projection, "age_bias": value_projection, **path}
+    module = make_module(16, 2, device="meta", **options)
     if targets == "jagged":
         targets = [b % 3 for b in range(len(lengths))]
     inputs = make_inputs(module, lengths, device, targets=targets)
-    timestamps = torch.arange(len(inputs["history"]), device=device)
+    timestamps = torch.arange(len(inputs["history"]), device=device) if value_projection else None
     assert_right(module, inputs, timestamps=timestamps)
 
 
+@pytest.mark.parametrize("value_projection", [True, False], ids=["values", "rows"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_empty_history_gives_the_output_projection_of_zero(bias, path, device):
-    module = projected(16, 2, bias=bias, **path).to(device)
+def test_empty_history_gives_the_output_projection_of_zero(bias, value_projection, path, device):
+    module = make_module(16, 2, value_projection=value_projection, bias=bias, **path).to(device)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     target = torch.randn(3, 2, 16, device=device, requires_grad=True)
     rows = torch.randn(4, 16, device=device)
     out = module(target, JaggedTensor(rows, lengths=torch.tensor([0, 4, 0], device=device)))
-    expected = module.out_proj(torch.zeros(16, device=device))
+    no_rows = torch.zeros(16, device=device)
+    expected = module.out_proj(no_rows) if value_projection else no_rows
     assert torch.equal(out[[0, 2]], expected.expand(2, 2, 16))
+    assert torch.all(out[1] != 0)
     out[[0, 2]].sum().backward()
     for name, parameter in module.named_parameters():  # each has a gradient: DDP waits for all
         expected = torch.zeros_like(parameter)
@@ -467,19 +473,6 @@ def test_rows_that_are_not_projected_and_any_targets(name, target_dim, targets, 
     assert_right(module, inputs, timestamps=torch.arange(88, device=device) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "targets", "path"),
-    each_pair([[], [0], [0, 0, 0], [1], [0, 0, 70, 1, 0]], [None, 2, 0, "jagged"], PATHS),
-    ids=str,
-    indirect=["path"],
-)
-def test_edges_of_rows_that_are_not_projected(lengths, targets, path, device):
-    module = module_of_rows(16, 2, **path)
-    if targets == "jagged":
-        targets = [b % 3 for b in range(len(lengths))]
-    assert_right(module, make_inputs(module, lengths, device, targets=targets))
-
-
 @pytest.mark.parametrize(("width", "num_heads"), [(16, 1), (16, 16), (144, 1)])
 def test_own_columns_are_all_or_one(width, num_heads, path, device):
     """Also of a head that is too wide for kernels of products."""
@@ -508,21 +501,6 @@ def test_dtypes_that_differ_without_a_value_projection(dtypes, targets, recency_
     inputs = {"q_proj_weight": inputs.pop("q_proj_weight"), **inputs}  # its dtype is out's
     inputs["history"] = inputs["history"].to(history_dtype)
     assert_right(module, inputs)
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_empty_history_gives_zeros_without_a_value_projection(bias, path, device):
-    module = make_module(16, 2, value_projection=False, bias=bias, **path).to(device)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter)
-    target = torch.randn(3, 2, 16, device=device, requires_grad=True)
-    rows = torch.randn(4, 16, device=device)
-    out = module(target, JaggedTensor(rows, lengths=torch.tensor([0, 4, 0], device=device)))
-    assert torch.all(out[[0, 2]] == 0)
-    assert torch.all(out[1] != 0)
-    out[[0, 2]].sum().backward()
-    for tensor in (target, *module.parameters()):  # each has a gradient: DDP waits for all
-        assert torch.equal(tensor.grad, torch.zeros_like(tensor))
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
@@ -738,10 +716,9 @@ def test_removed_rows_are_an_empty_history(path, device):
         (rows[3:7], lengths * (lengths == 4), weights[3:7]),
     ):
         x = x.detach().requires_grad_()
-        module.zero_grad()
-        out = module(target, JaggedTensor(x, lengths=of_samples), prior_weights=w)
-        out.square().sum().backward()
-        results.append([out, x.grad, *(parameter.grad for parameter in module.parameters())])
+        history = JaggedTensor(x, lengths=of_samples)
+        out, *grads = outputs_and_gradients_of(module, module, target, history, prior_weights=w)
+        results.append([out, x.grad, *grads])
     out, grad = results[0][:2]
     assert torch.equal(out[[0, 2]], module.out_proj.bias.expand(2, 4, 16))
     assert torch.all(grad[[0, 1, 2, 4, 7, 8]] == 0)

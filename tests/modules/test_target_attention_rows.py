@@ -19,6 +19,7 @@ from tests.modules.target_attention_inputs import (
     example,
     make_inputs,
     make_module,
+    outputs_and_gradients_of,
 )
 from tests.runs import assert_same_run
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
@@ -175,16 +176,13 @@ def test_compiles_once_for_all_batches(name, jagged, device):
     ):
         target, history, *times = example(module, lengths, device, num_targets, jagged=jagged)
         rows = torch.randn(num_rows, module.history_dim, device=device)
-        history = JaggedTensor(rows, lengths=history.lengths())
         indices = torch.arange(sum(lengths), device=device) ** 2 % num_rows
         results = []
         for run in (module, compiled):
-            module.zero_grad()
             leaf = rows.detach().requires_grad_()
-            history = JaggedTensor(leaf, lengths=history.lengths())
-            out = run(target, history, *times, indices=indices)
-            out.square().sum().backward()
-            results.append([out, leaf.grad, *(p.grad for p in module.parameters())])
+            arguments = target, JaggedTensor(leaf, lengths=history.lengths()), *times
+            of_run = outputs_and_gradients_of(module, run, *arguments, indices=indices)
+            results.append([leaf.grad, *of_run])
         torch.testing.assert_close(*results, rtol=0, atol=0)
     assert counter.frame_count == 1
 

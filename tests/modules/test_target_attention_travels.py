@@ -17,6 +17,7 @@ from tests.modules.target_attention_inputs import (
     bucket,
     example,
     make_module,
+    outputs_and_gradients_of,
     projected,
 )
 from tests.rounding import RoundingErrors
@@ -214,13 +215,10 @@ def test_a_removed_parameter_is_refused(names, strict):
 def test_compiles_under_autocast():
     module = projected(16, 2)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    results = []
-    for run in (module, compiled):
-        module.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            out = run(*example(module, [5, 0, 40]))
-        out.float().square().sum().backward()
-        results.append([out, *(parameter.grad for parameter in module.parameters())])
+    arguments, autocast = example(module, [5, 0, 40]), torch.autocast("cpu", torch.bfloat16)
+    results = [
+        outputs_and_gradients_of(module, autocast(run), *arguments) for run in (module, compiled)
+    ]
     assert results[0][0].dtype == torch.bfloat16
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
@@ -248,11 +246,8 @@ def test_many_targets_materialize_keys_and_values(history_dim, jagged, device):
                 target = JaggedTensor(target, lengths=lengths)
             else:
                 target = target.view(3, num_targets, 64)
-            module.zero_grad()
-            out = module(target, history)
-            out.square().sum().backward()
-            gradients = [parameter.grad for parameter in module.parameters()]
-            results[option, num_targets] = [out, *gradients]
+            of_option = outputs_and_gradients_of(module, module, target, history)
+            results[option, num_targets] = of_option
     for num_targets, option, other in (
         (2, "absorbed", "materialized"),
         (MANY, "materialized", "absorbed"),
@@ -331,12 +326,9 @@ def test_compiles_once_whatever_the_number_of_jagged_targets_decides(device):
         _, history = example(module, lengths, device)
         target = torch.randn(sum(counts), 64, device=device)
         target = JaggedTensor(target, lengths=torch.tensor(counts, device=device))
-        results = []
-        for run in (module, compiled):
-            module.zero_grad()
-            out = run(target, history)
-            out.square().sum().backward()
-            results.append([out, *(parameter.grad for parameter in module.parameters())])
+        results = [
+            outputs_and_gradients_of(module, run, target, history) for run in (module, compiled)
+        ]
         torch.testing.assert_close(*results, rtol=0, atol=0)
     assert counter.frame_count == 1
 
