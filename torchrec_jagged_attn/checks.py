@@ -16,42 +16,6 @@ from torchrec_jagged_attn.attention.arguments import SCORES, Biases
 from torchrec_jagged_attn.codes import MAX_LEVELS, bytes_of_codes, codes_per_byte
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 
-__all__ = [
-    "check_biases",
-    "check_bool",
-    "check_device",
-    "check_dtype",
-    "check_finite",
-    "check_float",
-    "check_has_values",
-    "check_heads",
-    "check_indices",
-    "check_indices_values",
-    "check_int",
-    "check_integers",
-    "check_module",
-    "check_num_levels",
-    "check_number",
-    "check_numbers",
-    "check_offsets_metadata",
-    "check_packed",
-    "check_packed_history",
-    "check_packed_values",
-    "check_prior_weights",
-    "check_real",
-    "check_request_time",
-    "check_rows",
-    "check_same",
-    "check_score",
-    "check_shape",
-    "check_tensor",
-    "check_timestamps",
-    "check_width",
-    "check_window",
-    "has_values",
-    "should_validate",
-]
-
 
 def should_validate(tensor: Tensor) -> bool:
     """Whether reading the values of ``tensor`` to check them is allowed here.

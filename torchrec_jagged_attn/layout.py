@@ -16,8 +16,6 @@ from torchrec_jagged_attn.checks import (
     should_validate,
 )
 
-__all__ = ["JaggedLayout", "check_offsets_values", "check_order"]
-
 
 @dataclass(frozen=True)
 class JaggedLayout:

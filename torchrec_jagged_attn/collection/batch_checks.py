@@ -14,21 +14,6 @@ from torchrec_jagged_attn.checks import check_finite, check_float, check_integer
 from torchrec_jagged_attn.layout import check_order
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory
 
-__all__ = [
-    "check_bags",
-    "check_equal_keys",
-    "check_equal_lengths",
-    "check_features",
-    "check_history_weights",
-    "check_pooled_weights",
-    "check_single_rows",
-    "has_no_sample",
-    "of_each_sample",
-    "one_sample_without_ids",
-    "with_counts",
-    "without_samples",
-]
-
 
 def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
     """The rows of a key, repeated where several samples have them, as lookups do."""

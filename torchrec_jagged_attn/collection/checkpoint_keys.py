@@ -15,8 +15,6 @@ from torchrec_jagged_attn.collection.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
 )
 
-__all__ = ["embedding_bag_keys", "rename_keys"]
-
 
 def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
     """Map tables' names in the state dict of ``model`` to those of a model that pools.

@@ -14,20 +14,6 @@ from torchrec_jagged_attn.modules.target_attention_arguments import check_codes,
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
-__all__ = [
-    "EncoderConfig",
-    "TargetAttentionConfig",
-    "check_configs",
-    "check_list",
-    "check_single_id_features",
-    "coded",
-    "find_feature",
-    "keys_of_candidates",
-    "keys_of_history",
-    "keys_without_tables",
-    "looked_up",
-]
-
 
 @dataclass(frozen=True)
 class EncoderConfig:

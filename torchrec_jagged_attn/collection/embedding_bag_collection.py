@@ -44,8 +44,6 @@ from torchrec_jagged_attn.collection.sharding import (
 )
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
 
-__all__ = ["TargetAttentionEmbeddingBagCollection"]
-
 NO_BOUND = torch.iinfo(torch.int64).max
 
 

@@ -14,8 +14,6 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec_jagged_attn.collection.history_sharding import histories_of
 from torchrec_jagged_attn.collection.id_exchange import HistoryFeatures
 
-__all__ = ["HistoryEmbeddingShardingPlanner"]
-
 
 class HistoryEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     """Plans the sharding of a model whose sharder is a :class:`HistoryEmbeddingCollectionSharder`.

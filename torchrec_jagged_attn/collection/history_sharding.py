@@ -50,13 +50,6 @@ from torchrec_jagged_attn.collection.id_exchange import (
 )
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
 
-__all__ = [
-    "HistoryEmbeddingCollectionSharder",
-    "ShardedHistoryEmbeddingCollection",
-    "histories_of",
-    "set_histories",
-]
-
 SHARDING_TYPES = (
     ShardingType.ROW_WISE.value,
     ShardingType.TABLE_WISE.value,

@@ -8,8 +8,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_jagged_attn.checks import has_values
 from torchrec_jagged_attn.collection.batch_checks import check_equal_keys
 
-__all__ = ["HistoryTruncation"]
-
 
 class HistoryTruncation(nn.Module):
     """Keeps the newest rows of some keys of a KeyedJaggedTensor, and all rows of the others.

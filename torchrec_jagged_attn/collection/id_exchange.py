@@ -21,8 +21,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.collection.batch_checks import check_equal_lengths, check_single_rows
 
-__all__ = ["Feature", "HistoryFeatures", "IdExchange", "OwnedIds", "Received"]
-
 LARGEST = torch.iinfo(torch.int64).max
 LARGEST_ID = LARGEST // 2
 LARGEST_KEY = torch.iinfo(torch.int32).max

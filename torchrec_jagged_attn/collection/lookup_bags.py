@@ -5,8 +5,6 @@ from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["shorten_bags", "split_bags"]
-
 
 def shorten_bags(collection: nn.Module) -> None:
     """Have the lookups of a sharded EmbeddingCollection take ids in bags of :func:`split_bags`.

@@ -16,8 +16,6 @@ from torchrec.distributed.embedding import EmbeddingCollectionAwaitable
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-__all__ = ["take_rows"]
-
 
 def take_rows(
     sequences: dict[str, JaggedTensor] | LazyAwaitable, by_index: Collection[str]

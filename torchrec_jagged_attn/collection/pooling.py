@@ -30,8 +30,6 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     packed_codes_of,
 )
 
-__all__ = ["TargetAttentionPooling"]
-
 
 class _Source(NamedTuple):
     """Where rows of a sequence come from, and the column that they end in.

@@ -10,8 +10,6 @@ from torchrec_jagged_attn.checks import check_float, check_shape
 from torchrec_jagged_attn.interaction.api import jagged_dense_add
 from torchrec_jagged_attn.interaction.gradients import jagged_dense_add as add_op
 
-__all__ = ["repeat_per_candidate"]
-
 
 def repeat_per_candidate(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     r"""Repeat each request's row for each of its candidates: :math:`out_n = rows_{b(n)}`.

@@ -27,9 +27,6 @@ from torchrec_jagged_attn.collection.batch_checks import has_no_sample, one_samp
 from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
 from torchrec_jagged_attn.collection.lookup_bags import shorten_bags
 
-__all__ = ["check_optimizers", "check_quantized", "check_sharded", "embedding_parameters"]
-
-
 QUANTIZED = (
     quantized.EmbeddingBagCollection,
     quantized.EmbeddingCollection,

@@ -13,8 +13,6 @@ from torch.utils.data import Sampler
 
 from torchrec_jagged_attn.checks import check_bool, check_int
 
-__all__ = ["BalancedBatchSampler"]
-
 POWERS = {"linear": 1, "quadratic": 2}
 """Of the length, by the name of the cost."""
 NUM_SEEDS = 2**64

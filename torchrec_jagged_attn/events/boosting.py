@@ -22,8 +22,6 @@ from torchrec_jagged_attn.events.selection import (
     replace_rows,
 )
 
-__all__ = ["EventBoosting", "boost_weights"]
-
 
 def boost_weights(
     relevance: Tensor,

@@ -23,8 +23,6 @@ from torchrec_jagged_attn.collection.config import check_list
 from torchrec_jagged_attn.events.layout import Events
 from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, check_order
 
-__all__ = ["EventBasedFeature", "TimeEncoding"]
-
 HOUR, DAY, WEEK = 3600.0, 86_400.0, 604_800.0
 
 

@@ -18,8 +18,6 @@ from torchrec_jagged_attn.events.selection import check_events, check_keys, chec
 from torchrec_jagged_attn.layout import check_offsets_values, check_order
 from torchrec_jagged_attn.selection.api import select_rows, take_rows
 
-__all__ = ["Events"]
-
 
 @dataclass(frozen=True)
 class Events:

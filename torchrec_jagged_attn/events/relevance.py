@@ -20,8 +20,6 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.ranks import Ranks
 
-__all__ = ["Relevance", "rank_attributes"]
-
 NEWTON_STEPS, HALVINGS = 30, 12
 
 

@@ -12,8 +12,6 @@ from torchrec_jagged_attn.checks import check_int
 from torchrec_jagged_attn.collection.batch_checks import check_equal_keys, check_equal_lengths
 from torchrec_jagged_attn.selection.api import SelectedRows, check_threshold, select_rows, take_rows
 
-__all__ = ["EventSelection", "select_events"]
-
 Histories = TypeVar("Histories", JaggedTensor, dict[str, JaggedTensor])
 
 

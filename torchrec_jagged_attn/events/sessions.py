@@ -15,8 +15,6 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, check_order
 
-__all__ = ["segment_sessions"]
-
 
 def segment_sessions(
     relevance: Tensor, offsets: Tensor, timestamps: Tensor, *, gap: float, threshold: float

@@ -32,8 +32,6 @@ from torchrec_jagged_attn.ops import (
 )
 from torchrec_jagged_attn.runtime.autocast import cast_as_products
 
-__all__ = ["JaggedFeatureInteraction"]
-
 
 class JaggedFeatureInteraction(nn.Module):
     r"""Attention of targets to the features of their sample, without parameters.

@@ -31,8 +31,6 @@ from torchrec_jagged_attn.target_attention.api import (
 )
 from torchrec_jagged_attn.target_attention.arguments import TargetArguments
 
-__all__ = ["OwnedRows", "RemoteHistory", "attend_at_owners", "start_exchange"]
-
 
 class OwnedRows(NamedTuple):
     """What this rank's shard has of a history of the samples of all ranks, one home after another.

@@ -7,8 +7,6 @@ from torch import nn
 
 from torchrec_jagged_attn.checks import check_bool, check_int
 
-__all__ = ["RecencyBias"]
-
 
 class RecencyBias(nn.Module):
     r"""Learned biases of scores per head, by the position and age of a row in its history.

@@ -29,8 +29,6 @@ from torchrec_jagged_attn.flash_attention.api import flash_attention, jagged_fla
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 
-__all__ = ["HistoryEncoderLayer", "JaggedSelfAttention"]
-
 
 class JaggedSelfAttention(nn.Module):
     r"""Multi-head attention of each history's rows to one another, without padding.

@@ -20,8 +20,6 @@ from torchrec_jagged_attn.ops import jagged_target_attention
 from torchrec_jagged_attn.runtime.autocast import autocast_off, cast_as_products
 from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
-__all__ = ["jagged_target_attention_over_codes"]
-
 
 def jagged_target_attention_over_codes(
     query: Tensor,

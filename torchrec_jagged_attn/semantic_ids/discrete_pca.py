@@ -24,8 +24,6 @@ from torchrec_jagged_attn.ranks import Ranks
 from torchrec_jagged_attn.runtime.autocast import autocast_off
 from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
-__all__ = ["DiscretePCA"]
-
 BLOCK = 2**16
 """Rows that are taken at a time."""
 BINS, BINS_PER_OCTAVE = 4096, 64

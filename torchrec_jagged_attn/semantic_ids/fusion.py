@@ -22,8 +22,6 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
-__all__ = ["Fused", "VQFusion"]
-
 LOSSES = ("cosine", "mse")
 
 

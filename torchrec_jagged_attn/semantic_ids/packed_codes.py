@@ -19,8 +19,6 @@ from torchrec_jagged_attn.checks import (
 from torchrec_jagged_attn.codes import bytes_of_codes, codes_per_byte
 from torchrec_jagged_attn.codes.api import pack_codes, unpack_codes
 
-__all__ = ["PackedCodes"]
-
 INT64_BYTES = 8
 """Bytes of an int64."""
 
