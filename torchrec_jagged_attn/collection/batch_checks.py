@@ -74,6 +74,30 @@ def one_sample_without_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
+def replace_rows(
+    features: KeyedJaggedTensor,
+    values: torch.Tensor,
+    weights: torch.Tensor | None,
+    lengths: torch.Tensor,
+    length_per_key: list[int] | None = None,
+) -> KeyedJaggedTensor:
+    """``features`` with other rows and lengths, and the same keys and samples.
+
+    Without ``length_per_key``, a GPU will have to be asked.
+    """
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        features.keys(),
+        values,
+        weights,
+        lengths=lengths,
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        length_per_key=length_per_key,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+
+
 def without_samples(sequences: list[dict[str, JaggedTensor]]) -> list[dict[str, JaggedTensor]]:
     """What lookups of :func:`one_sample_without_ids` give, of no sample."""
     return [

@@ -6,7 +6,7 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.checks import has_values
-from torchrec_jagged_attn.collection.batch_checks import check_equal_keys
+from torchrec_jagged_attn.collection.batch_checks import check_equal_keys, replace_rows
 
 
 class HistoryTruncation(nn.Module):
@@ -59,8 +59,7 @@ def _truncate(
     values = features.values()[is_kept]
     if weights is not None:
         weights = weights[is_kept]
-    # TorchScript compiles the first of these two calls alone.
-    if is_scripting() or not features.variable_stride_per_key():
+    if is_scripting():  # and compiles no more than this call
         return KeyedJaggedTensor(
             keys=features.keys(),
             values=values,
@@ -68,11 +67,4 @@ def _truncate(
             lengths=new,
             stride=features.stride(),
         )
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=values,
-        weights=weights,
-        lengths=new,
-        stride_per_key_per_rank=features.stride_per_key_per_rank(),
-        inverse_indices=features.inverse_indices_or_none(),
-    )
+    return replace_rows(features, values, weights, new)

@@ -15,12 +15,8 @@ from torchrec_jagged_attn.checks import (
     check_same,
     check_shape,
 )
-from torchrec_jagged_attn.events.selection import (
-    check_callable,
-    check_events,
-    check_keys,
-    replace_rows,
-)
+from torchrec_jagged_attn.collection.batch_checks import replace_rows
+from torchrec_jagged_attn.events.selection import check_callable, check_events, check_keys
 
 
 def boost_weights(

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_jagged_attn.checks import check_int
-from torchrec_jagged_attn.collection.batch_checks import check_equal_keys, check_equal_lengths
+from torchrec_jagged_attn.collection.batch_checks import (
+    check_equal_keys,
+    check_equal_lengths,
+    replace_rows,
+)
 from torchrec_jagged_attn.selection.api import SelectedRows, check_threshold, select_rows, take_rows
 
 Histories = TypeVar("Histories", JaggedTensor, dict[str, JaggedTensor])
@@ -250,24 +254,3 @@ def check_events(features: KeyedJaggedTensor, keys: list[str]) -> None:
                 f"got {strides[key]}"
             )
     check_equal_keys(features, keys)
-
-
-def replace_rows(
-    features: KeyedJaggedTensor,
-    values: Tensor,
-    weights: Tensor | None,
-    lengths: Tensor,
-    length_per_key: list[int],
-) -> KeyedJaggedTensor:
-    """``features`` with other rows and lengths, and the same keys and samples."""
-    varies = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        features.keys(),
-        values,
-        weights,
-        lengths=lengths,
-        stride=None if varies else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
-        length_per_key=length_per_key,  # known here; a GPU would have to be asked
-        inverse_indices=features.inverse_indices_or_none(),
-    )
