@@ -136,8 +136,7 @@ class TargetAttentionConfig:
 
     def __post_init__(self) -> None:
         for name in ("target", "history"):
-            check_names(getattr(self, name), name)
-            if not getattr(self, name):
+            if not names_of(getattr(self, name), name):
                 raise ValueError(
                     f"{name} must name at least one feature, got {getattr(self, name)}"
                 )
@@ -181,19 +180,20 @@ class TargetAttentionConfig:
     @property
     def targets(self) -> list[str]:
         """The target features, always as a list."""
-        return [self.target] if isinstance(self.target, str) else list(self.target)
+        return names_of(self.target, "target")
 
     @property
     def histories(self) -> list[str]:
         """The history features, always as a list."""
-        return [self.history] if isinstance(self.history, str) else list(self.history)
+        return names_of(self.history, "history")
 
 
-def check_names(value: object, name: str) -> None:
-    """``value`` must be the name of a feature, or several."""
+def names_of(value: object, name: str) -> list[str]:
+    """``value``, which must be the name of a feature, or several, as a list."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) for x in names):
         raise TypeError(f"{name} must be a feature or a list of features, got {value!r}")
+    return list(names)
 
 
 def check_list(value: object, name: str, kind: type) -> None:
@@ -228,6 +228,19 @@ def find_feature(
     return found[0]
 
 
+def find_features(
+    argument: Literal["target", "history"],
+    attentions: Iterable[TargetAttentionConfig],
+    tables: list[EmbeddingBagConfig],
+) -> list[tuple[EmbeddingBagConfig, str]]:
+    """Table and feature of all targets, or of all histories that are looked up."""
+    return [
+        find_feature(argument, name, tables)
+        for config in attentions
+        for name in (config.targets if argument == "target" else looked_up(config))
+    ]
+
+
 def check_configs(
     tables: list[EmbeddingBagConfig], attentions: list[TargetAttentionConfig]
 ) -> None:
@@ -242,12 +255,8 @@ def check_configs(
         raise ValueError("attentions must hold at least one TargetAttentionConfig, got none")
     if repeated := _repeated(table.name for table in tables):
         raise ValueError(f"tables must have different names, got {repeated} more than once")
-    targets = {
-        find_feature("target", name, tables)[1] for config in attentions for name in config.targets
-    }
-    histories = [
-        find_feature("history", name, tables) for config in attentions for name in looked_up(config)
-    ]
+    targets = {feature for _, feature in find_features("target", attentions, tables)}
+    histories = find_features("history", attentions, tables)
     codes = [name for config in attentions for name in coded(config)]
     names = [*(f"{feature}@{table.name}" for table, feature in histories), *codes]
     if repeated := _repeated(names):
@@ -329,7 +338,7 @@ def _check_max_history(
 
 def keys_of_history(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> list[str]:
     """Keys of a KeyedJaggedTensor that describe the events of a history, its timestamps last."""
-    keys = [find_feature("history", name, tables)[1] for name in looked_up(config)]
+    keys = [feature for _, feature in find_features("history", [config], tables)]
     keys += coded(config)
     return keys if config.timestamps is None else [*keys, config.timestamps]
 
@@ -358,16 +367,14 @@ def keys_of_candidates(
         TypeError: ``candidate_features`` are no names.
         ValueError: an argument that is unknown, or does not fit the others.
     """
-    check_names(candidate_features, "candidate_features")
+    candidate_features = names_of(candidate_features, "candidate_features")
     if candidates not in ("one", "jagged"):
         raise ValueError(f"candidates must be 'one' or 'jagged', got {candidates!r}")
-    if isinstance(candidate_features, str):
-        candidate_features = [candidate_features]
     if candidates == "one":
         if candidate_features:
             raise ValueError(
                 "candidates must be 'jagged' with candidate_features, got 'one' and "
-                f"candidate_features={list(candidate_features)}"
+                f"candidate_features={candidate_features}"
             )
         return []
     features = {feature for table in tables for feature in table.feature_names}
@@ -375,10 +382,8 @@ def keys_of_candidates(
         raise ValueError(
             f"candidate_features must be features of tables, {sorted(features)}, got {unknown}"
         )
-    targets, histories = (
-        [find_feature(argument, name, tables)[1] for config in attentions for name in of(config)]
-        for argument, of in (("target", lambda x: x.targets), ("history", looked_up))
-    )
+    targets = [feature for _, feature in find_features("target", attentions, tables)]
+    histories = [feature for _, feature in find_features("history", attentions, tables)]
     if both := [name for name in candidate_features if name in histories]:
         raise ValueError(f"candidate_features must not be histories, got {both}")
     return list(dict.fromkeys([*targets, *candidate_features]))
@@ -396,21 +401,17 @@ def check_single_id_features(
         TypeError: they are no names.
         ValueError: one is unknown, a target, a history or one of ``candidate_features``.
     """
-    check_names(single_id_features, "single_id_features")
-    if isinstance(single_id_features, str):
-        single_id_features = [single_id_features]
-    others = {
-        *candidate_features,
-        *(find_feature("target", name, tables)[1] for x in attentions for name in x.targets),
-        *(find_feature("history", name, tables)[1] for x in attentions for name in looked_up(x)),
-    }
-    features = {feature for table in tables for feature in table.feature_names} - others
+    single_id_features = names_of(single_id_features, "single_id_features")
+    features = {feature for table in tables for feature in table.feature_names}
+    features -= {*candidate_features}
+    for argument in ("target", "history"):
+        features -= {feature for _, feature in find_features(argument, attentions, tables)}
     if wrong := [name for name in single_id_features if name not in features]:
         raise ValueError(
             "single_id_features must be features of tables that are not targets, histories or "
             f"candidate features, {sorted(features)}, got {wrong}"
         )
-    return list(single_id_features)
+    return single_id_features
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

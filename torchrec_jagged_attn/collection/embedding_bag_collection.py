@@ -27,11 +27,10 @@ from torchrec_jagged_attn.collection.config import (
     check_configs,
     check_list,
     check_single_id_features,
-    find_feature,
+    find_features,
     keys_of_candidates,
     keys_of_history,
     keys_without_tables,
-    looked_up,
 )
 from torchrec_jagged_attn.collection.history_sharding import set_histories
 from torchrec_jagged_attn.collection.history_truncation import HistoryTruncation
@@ -168,13 +167,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         check_configs(tables, attentions)
         keys = keys_of_candidates(tables, attentions, candidates, candidate_features)
         singles = check_single_id_features(tables, attentions, single_id_features, keys)
-        by_row = {
-            table.name: table.embedding_dim
-            for config in attentions
-            for argument, names in (("target", config.targets), ("history", looked_up(config)))
-            for table, _ in (find_feature(argument, name, tables) for name in names)
-        }
-        by_row |= {
+        attended = [
+            *find_features("target", attentions, tables),
+            *find_features("history", attentions, tables),
+        ]
+        by_row = {table.name: table.embedding_dim for table, _ in attended} | {
             table.name: table.embedding_dim
             for table in tables
             if not set(keys).isdisjoint(table.feature_names)
@@ -249,11 +246,13 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             singles,
             device,
         )
-        self._by_index = self.pooling.histories_by_index()
+        # Keys of the output, by the names in a lookup of what may be read through gather indices.
+        self._by_index: list[dict[str, str]] = []
         for lookup, histories in zip(
             self.embedding_collections.values(), self.pooling.histories(), strict=True
         ):
             set_histories(lookup, histories)
+            self._by_index.append({name: of.key for name, of in histories.items() if of.stays})
 
     @classmethod
     def from_embedding_bag_collection(

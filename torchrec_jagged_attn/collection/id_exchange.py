@@ -31,13 +31,15 @@ class HistoryFeatures(NamedTuple):
 
     Attributes:
         feature: its key in batches.
-        stays: whether attention supports rows that stay.
+        key: of the output.
+        stays: whether attention supports rows that stay, and gather indices.
         timestamps: their key, or empty.
         request_time: its key, or empty.
         is_weighted: whether batches have prior weights.
     """
 
     feature: str
+    key: str
     stays: bool
     timestamps: str
     request_time: str

@@ -19,7 +19,7 @@ from torchrec_jagged_attn.collection.batch_checks import (
     check_single_rows,
     of_each_sample,
 )
-from torchrec_jagged_attn.collection.config import TargetAttentionConfig, find_feature, looked_up
+from torchrec_jagged_attn.collection.config import TargetAttentionConfig, find_features
 from torchrec_jagged_attn.collection.id_exchange import HistoryFeatures
 from torchrec_jagged_attn.collection.requests import repeat_per_candidate
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
@@ -317,23 +317,13 @@ class TargetAttentionPooling(nn.Module):
             for source in attention.histories:
                 histories[source.lookup][source.name] = HistoryFeatures(
                     source.feature,
+                    source.key,
                     stays,
                     attention.timestamps,
                     attention.request_time,
                     self._is_weighted,
                 )
         return histories
-
-    def histories_by_index(self) -> list[dict[str, str]]:
-        """The histories that may be read through gather indices: for each lookup their keys of the
-        output, by their names in the lookup.
-        """
-        keys: list[dict[str, str]] = [{} for _ in range(self._num_lookups)]
-        for attention in self._attentions:
-            if attention.takes_indices and len(attention.histories) == 1:
-                (source,) = attention.histories
-                keys[source.lookup][source.name] = source.key
-        return keys
 
 
 def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
@@ -370,13 +360,8 @@ def _attention(
     tables: list[EmbeddingBagConfig],
     sources: dict[tuple[str, str], _Source],
 ) -> _Attention:
-    targets, histories = (
-        [
-            sources[table.name, feature]
-            for table, feature in (find_feature(argument, name, tables) for name in names)
-        ]
-        for argument, names in (("target", config.targets), ("history", looked_up(config)))
-    )
+    targets = [sources[t.name, key] for t, key in find_features("target", [config], tables)]
+    histories = [sources[t.name, key] for t, key in find_features("history", [config], tables)]
     has_user = config.encoder is not None and config.encoder.user_embedding
     user_key = f"user@{histories[0].key}" if has_user else ""
     takes_indices = config.encoder is None
