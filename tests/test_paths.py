@@ -1,4 +1,4 @@
-"""The rules by which a path is chosen, told and logged."""
+"""Kernel dispatch: which variant is chosen, its table and its log."""
 
 import logging
 
@@ -35,18 +35,18 @@ PATHS = (
         (CPU, 8, False, Choice("general", (("narrow", "a GPU"),))),
     ],
 )
-def test_the_first_path_that_refuses_nothing_takes_the_call(device, width, bias, expected):
+def test_the_first_variant_that_supports_the_call(device, width, bias, expected):
     call = {"width": width, "bias": bias}
     assert choose(PATHS, device, call) == expected
     assert PATHS[0].takes(device, call) == (not expected.refused)
 
 
-def test_calls_that_no_path_takes_are_refused():
+def test_calls_that_no_variant_supports_are_refused():
     with pytest.raises(NotImplementedError, match=r"narrow.*no bias"):
         choose(PATHS[:1], CUDA, {"width": 1, "bias": True})
 
 
-def test_the_table_has_the_paths_of_a_device():
+def test_the_table_has_the_variants_of_a_device():
     narrow = "samples of up to 64 rows; width at most 8; no bias"
     assert table(PATHS, CUDA) == {"narrow": narrow, "general": "all else"}
     assert table(PATHS, CPU) == {"general": "all else"}

@@ -16,7 +16,7 @@ from torchrec_jagged_attn.ops import jagged_jagged_bmm_jagged_out
 from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.target_attention.kernels import head_products
 from torchrec_jagged_attn.target_attention.kernels.projections import parameter_gradients
-from torchrec_jagged_attn.target_attention.kernels.records import Listing, SlotList
+from torchrec_jagged_attn.target_attention.kernels.records import Listing, SplitList
 
 LENGTHS = torch.tensor([700, 0, 3, 33, 64, 1, 257, 20, 129])
 DTYPES = (torch.bfloat16, torch.float32)
@@ -72,8 +72,8 @@ def projections(offsets: torch.Tensor, num_rows: int) -> None:
         w_k, w_v = (draw(2, 32, 64, dtype=dtype).detach() for _ in range(2))
         w, b, stats = rows[0][:64], rows[1][0], torch.ones(2, num_rows, 2, device="cuda")
         u, grad_u = torch.empty_like(heads[1]), torch.empty_like(heads[1])
-        slots = torch.empty(2, num_rows // 16, dtype=torch.int32, device="cuda")
-        listing = Listing(SlotList(slots, offsets), LENGTHS.numel(), num_rows // 16, chunk=16)
+        splits = torch.empty(2, num_rows // 16, dtype=torch.int32, device="cuda")
+        listing = Listing(SplitList(splits, offsets), LENGTHS.numel(), num_rows // 16, chunk=16)
         head_products.absorb_queries(rows[0], w, b, w_k, dtype, u, listing)
         head_products.project(u, stats, w_v, b, w, b, dtype)
         head_products.gradient_of_pooled(rows[1], w, w_v, dtype, grad_u, None)
@@ -92,8 +92,8 @@ def pairs(offsets: torch.Tensor, num_rows: int) -> None:
 
 
 FUNCTIONS = (target_attention, flash_attention, dropout, projections, pairs)
-PARTS = {part.__name__: part for part in FUNCTIONS}
+BY_NAME = {function.__name__: function for function in FUNCTIONS}
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or PARTS:
-        PARTS[name](offsets_of(LENGTHS, torch.int64, "cuda"), int(LENGTHS.sum()))
+    for name in sys.argv[1:] or BY_NAME:
+        BY_NAME[name](offsets_of(LENGTHS, torch.int64, "cuda"), int(LENGTHS.sum()))

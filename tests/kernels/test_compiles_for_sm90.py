@@ -25,7 +25,7 @@ def test_every_kernel_is_compiled() -> None:
 
 
 def test_launches_of_a_layer() -> None:
-    """No more of them without a projection of values: other kernels are in the same places."""
+    """As many without a value projection: other kernels replace those of products."""
     names = {}
     for value_projection in (True, False):
         with ops_on(90) as launches:

@@ -161,7 +161,7 @@ def test_more_samples_than_a_grid_has_rows():
 
 @pytest.mark.parametrize("capacity", [30, 300])
 def test_room_for_more(capacity, device):
-    """Places without a row have zeros, and no row a gradient of theirs."""
+    """Indices of -1 have rows of zeros, whose gradient no row receives."""
     lengths = LENGTHS["edges"]
     offsets = offsets_of(lengths, torch.int64, device)
     scores = draw_scores(int(lengths.sum()), device)

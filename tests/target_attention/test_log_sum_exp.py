@@ -1,4 +1,4 @@
-"""Outputs and log-sum-exps of target attention, and attention over parts of rows merged by them."""
+"""Outputs and log-sum-exps of target attention; attention merged over shards of rows."""
 
 import functools
 import itertools
@@ -142,7 +142,7 @@ def make_inputs(
         inputs["timestamps"] = (14 * torch.rand(num_rows, generator=generator)).exp().long()
         inputs["timestamps"] = inputs["timestamps"].to(device)
         inputs["request_time"] = torch.full([len(lengths)], 10**6, device=device)
-    if "indices" in others:  # some rows at one place, some at several
+    if "indices" in others:  # some indices occur once, some several times
         inputs["indices"] = torch.randint(num_rows, [num_rows], generator=generator).to(device)
     if "drops" in others:
         inputs["row_dropout"] = torch.tensor([5, 2**30], device=device)

@@ -241,7 +241,7 @@ def test_prior_weights_must_be_finite(device, monkeypatch):
     [(1, 4, 24, 800), (3, 2, 128, 500), (9, 2, 64, 1100), (30, 2, 24, 1100)],
 )
 def test_recency_over_several_chunks(num_targets, num_heads, width, length, shared, dtype, device):
-    """Without a bias for each row, so that the kernels of ``warp_parts.py`` take all of them."""
+    """Without a bias for each row, so that the kernels of ``warp_common.py`` take all of them."""
     skip_unless_supported(Case("recency", 5, length, 2, 16, dtype=dtype), device)
     inputs = inputs_of([length, 0, 3, 64, 1], device, dtype, num_heads, num_targets, width)
     del inputs["bias"]

@@ -27,23 +27,22 @@ from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 
 CPU = torch.device("cpu")
-SOME_ALONE = 2000  # rows, of which one place of LENGTHS names more than half of those that any does
+SOME_ALONE = 2000  # rows: with LENGTHS, most indices that occur, occur once
 
 
 def by_index(lengths, device=CPU, dtype=torch.float32, num_rows=20, index_dtype=None, **shape):
-    """Random inputs without a bias, over ``num_rows`` rows; every third one is NaN, and not named.
-
-    Other rows are named about as often as each other.
+    """Random inputs without a bias, over ``num_rows`` rows. Every third row is NaN, and its index
+    does not occur; the others occur equally often in the mean.
     """
     inputs = inputs_of(lengths, device, dtype, **shape)
-    num_places = inputs.pop("bias").shape[0]
+    num_indices = inputs.pop("bias").shape[0]
     generator = torch.Generator().manual_seed(2)
     history = torch.randn(num_rows, inputs["history"].shape[1], generator=generator)
     history[2::3] = torch.nan
     inputs["history"] = history.to(device, dtype)
-    drawn = torch.randint(2**30, (num_places,), generator=generator)
+    drawn = torch.randint(2**30, (num_indices,), generator=generator)
     named = torch.arange(num_rows)[torch.arange(num_rows) % 3 < 2]
-    indices = named[drawn % max(len(named), 1)] if num_places else drawn
+    indices = named[drawn % max(len(named), 1)] if num_indices else drawn
     inputs["indices"] = indices.to(device, index_dtype)
     return inputs
 
@@ -64,7 +63,7 @@ FUNCTIONS = (
 
 
 def of_distinct_rows(query, history, offsets, indices):
-    """Attention over each sample's distinct rows, where ``n`` places count as a bias ``log n``.
+    """Attention over each sample's distinct rows, where ``n`` equal indices are a bias ``log n``.
 
     The tolerance rule takes the errors of copies for independent. Those of one row are alike.
     """
@@ -157,15 +156,15 @@ def test_scores(num_targets, score, num_rows, device):
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 1000], ids="{} rows".format)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_as_many_places_as_there_are(num_rows, dtype, device):
-    """Of all, of a few, or of one alone: the places of a row may be cut into chunks, too."""
+def test_number_of_rows(num_rows, dtype, device):
+    """Few rows: runs of equal indices are split into chunks."""
     inputs = by_index([70, 0, 3, 64, 1, 70, 60], device, dtype, num_rows)
     assert_matches_oracle(jagged_target_attention, of_distinct_rows, inputs)
 
 
 @pytest.mark.gpu
-def test_a_row_that_nearly_all_places_name():
-    """So many that its chunks are as long as it takes."""
+def test_a_row_of_nearly_all_indices():
+    """So many that the number of chunks is limited, and chunks are longer."""
     inputs = by_index([200] * 1000, "cuda", num_rows=3)
     inputs["indices"][::1000] = 0
     inputs["indices"][1::2] = 1
@@ -175,7 +174,7 @@ def test_a_row_that_nearly_all_places_name():
 @pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("num_rows", [0, 7])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
-def test_no_place(lengths, num_rows, device):
+def test_no_index(lengths, num_rows, device):
     inputs = by_index(lengths, device, num_rows=num_rows)
     assert_right(inputs)
     results = outputs_and_gradients(
@@ -207,7 +206,7 @@ def test_rows_that_are_not_named_get_zeros(device):
     ids=str,
 )
 def test_dropout(num_targets, dtype, num_rows, device):
-    """Of places: two that name the same row are drawn for apart."""
+    """By position: two with the same index are dropped independently."""
     inputs = by_index(LENGTHS, device, dtype, num_rows, num_targets=num_targets)
     assert_rows_are_dropped(FUNCTIONS, inputs, 368, device)
     assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 368, device)
@@ -272,11 +271,11 @@ def test_other_samples_never_matter(num_targets, dtype, device):
     results = outputs_and_gradients(jagged_target_attention, poisoned, grad_out)
     order = [4, 3, 1, 0]  # without sample 2, and in another order
     bounds = offsets.tolist()
-    places = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
+    positions = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
     fewer = {
         "query": inputs["query"][order],
         "history": torch.cat([inputs["history"], inputs["history"].new_full((99, 16), torch.nan)]),
-        "indices": inputs["indices"][places],
+        "indices": inputs["indices"][positions],
         "offsets": offsets_of(torch.tensor(lengths)[order], torch.int64, device),
     }
     permuted = outputs_and_gradients(jagged_target_attention, fewer, grad_out[order])
@@ -365,12 +364,12 @@ def test_never_waits_for_the_device(num_targets, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1500, 100_000])
 def test_takes_no_memory_for_a_copy(num_rows):
-    """But, in backward, for a few numbers of each place, and the sums of chunks.
+    """But, in backward, for a few integers per index, and partial sums.
 
-    A copy has a gradient, too, which is there together with the copy, and with that of the rows.
+    With a copy, its gradient, the copy and the gradient of the rows are in memory at a time.
     """
     inputs = by_index([100] * 1000, "cuda", torch.bfloat16, num_rows, width=256)
-    of_a_row, num_places = 256 * 2, 100_000
+    of_a_row, num_indices = 256 * 2, 100_000
 
     def peak(attend, needs_gradients):
         with torch.set_grad_enabled(needs_gradients):
@@ -386,9 +385,9 @@ def test_takes_no_memory_for_a_copy(num_rows):
                 out.backward(torch.ones_like(out))
             return torch.cuda.max_memory_allocated() - before
 
-    rows_of_a_copy = max(2 * num_places, num_places + num_rows)
+    rows_of_a_copy = max(2 * num_indices, num_indices + num_rows)
     for needs_gradients, saved in (
-        (False, num_places),
+        (False, num_indices),
         (True, 0.8 * (rows_of_a_copy - num_rows)),
     ):
         for _ in range(2):  # the first time compiles

@@ -1,12 +1,12 @@
 """Dispatch of jagged flash attention: kernel variants, tile sizes and their conditions.
 
-A call may have short samples and long ones. ``PATHS`` says which kernels take each: kernels of
-their own compute a short sample whole, all pairs of rows at once; the others cut a sample into
-tiles (``tile_list.py``). Tile sizes are the fastest of those tried on an H200.
+``PATHS`` lists the variants. Some compute short samples only, each as a whole, all pairs of rows at
+once; the others divide samples into tiles (``tile_list.py``). Tile sizes are the fastest of those
+tried on an H200.
 
-A plan depends on shapes alone. It does not depend on lengths, which kernels read on the device; and
-of the number of rows and samples it asks only whether there are any, and whether int32 counts them.
-So a sample has the same bits in every batch, and one plan serves all batches of a model.
+A plan does not depend on lengths, which kernels read on the device, nor on the number of rows and
+samples, except whether there are any and whether int32 can count them. So results are
+batch-invariant, and one plan serves all batches of a model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.flash_attention.kernels import general_short, hopper_short
 from torchrec_jagged_attn.flash_attention.kernels.records import Constants
 from torchrec_jagged_attn.runtime.kernels.matmul import (
-    MOST_COLUMNS_OF_PARTS,
+    MAX_DECOMPOSED_WIDTH,
     gradient_precision,
     padded_width,
     tile_rows,
@@ -37,21 +37,21 @@ class Call(NamedTuple):
     Attributes:
         on_hopper: whether the device is a Hopper GPU.
         precision: of products, see ``product_precision``.
-        shared_memory: bytes that a program may have.
+        shared_memory: most bytes of a program.
         num_heads: heads of queries.
         num_key_heads: heads of keys and values.
         width: of queries and keys.
         value_width: of values.
         has_bias: whether there is a ``bias``, which may be prior weights.
-        has_prior_weights: whether it is those.
-        has_row_dropout: whether rows of keys are dropped.
-        has_dropout: whether weights are.
+        has_prior_weights: whether the bias is prior weights.
+        has_row_dropout: whether there is dropout of rows of keys.
+        has_dropout: whether there is dropout of weights.
         position_buckets: rows of ``position_bias``, 0 without it.
-        age_buckets: those of ``age_bias``.
-        distance_buckets: those of ``relative_bias``.
-        counted: whether int32 counts the pairs of a sample and a head.
+        age_buckets: rows of ``age_bias``, 0 without it.
+        distance_buckets: rows of ``relative_bias``, 0 without it.
+        counted: whether int32 can count the (sample, head) pairs.
         in_boxes: whether the tensor memory accelerator can address the inputs, and in backward the
-            gradients that come and go, and none of them is empty.
+            gradients, and none of them is empty.
     """
 
     device: torch.device
@@ -77,9 +77,9 @@ class Call(NamedTuple):
 
     @property
     def padded_width(self) -> int:
-        """Columns of a tile: of all alike.
+        """Columns of the tiles of queries, keys and values.
 
-        Values narrower than keys come out wrong of Triton 3.6, on an H200.
+        Narrower tiles of values give wrong results with Triton 3.6 on an H200.
         """
         return padded_width(max(self.width, self.value_width))
 
@@ -90,8 +90,8 @@ class Call(NamedTuple):
 
     @property
     def biased_by_keys(self) -> bool:
-        """Whether scores have a bias by the key's row, position or age; ``-inf`` of what
-        is dropped is one.
+        """Whether scores have a bias by the key's row, position or age, or dropout of rows, a bias
+        of ``-inf``.
         """
         by_bucket = self.position_buckets > 0 or self.age_buckets > 0
         return self.has_bias or self.has_row_dropout or by_bucket
@@ -109,7 +109,8 @@ def _is_hopper(device: torch.device) -> bool:
 _HALF = Condition("half precision", lambda call: call.dtype.itemsize == 2)
 _NO_DROPOUT = Condition("no dropout of weights", lambda call: not call.has_dropout)
 _NO_BIAS = Condition("no bias", lambda call: not call.biased)
-# The largest score is that of the largest product; the general kernels negate queries instead.
+# The kernels take the largest product for that of the largest score; general kernels negate
+# queries.
 _SCALE = Condition("scale >= 0", lambda call: not call.negative_scale)
 _IN_BOXES = Condition(
     "q, k and v have rows, with widths, strides and addresses of multiples of 16 bytes",
@@ -168,14 +169,12 @@ class Plan:
     """The kernels of a call, and their compile-time constants.
 
     Attributes:
-        call: what it was made from.
-        short_samples: the variant of short samples; that of long ones where no kernel takes them
-            whole.
-        long_samples: the variant of all others.
-        most_short: the most rows of a sample that is short; 0 where none is.
-        together: how many rows of the other side samples have whose tiles of keys are interleaved
-            in the list, see ``list_tiles``.
-        constants: of every general kernel, but for strides and tiles.
+        call: what the plan is for.
+        short_samples: the variant of short samples; that of long ones if none computes them whole.
+        long_samples: the variant of all other samples.
+        most_short: most rows of a short sample; 0 if none is short.
+        together: ``together`` of the list of tiles of keys on Hopper, see ``list_tiles``.
+        constants: of all kernels, without strides and tiles.
     """
 
     call: Call
@@ -187,25 +186,25 @@ class Plan:
 
     @property
     def on_hopper(self) -> bool:
-        """Whether kernels of Hopper take the long samples."""
+        """Whether Hopper kernels compute the long samples."""
         return self.long_samples.path == "hopper"
 
     @property
     def short_on_hopper(self) -> bool:
-        """Whether kernels of Hopper take the short samples."""
+        """Whether Hopper kernels compute the short samples."""
         return self.short_samples.path == "hopper_short"
 
     @functools.cached_property
     def short(self) -> dict[str, Any]:
-        """Tile of samples taken whole by the general kernels."""
+        """Tile of the general kernels of short samples."""
         block, warps = self.most_short, 1 if self.call.row_bytes <= 128 else 2
         return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps}
 
     @functools.cached_property
     def forward(self) -> dict[str, Any]:
         """Tile of the forward kernel."""
-        if self._in_parts:
-            return self._tile_in_parts(64, 32)
+        if self._is_decomposed:
+            return self._decomposed_tile(64, 32)
         if self._is_small:
             return self._small
         stages = 2 if self.call.biased or self.call.dtype.itemsize == 4 else 3
@@ -214,8 +213,8 @@ class Plan:
     @functools.cached_property
     def grad_q(self) -> dict[str, Any]:
         """Tile of the gradient of queries."""
-        if self._in_parts:
-            return self._tile_in_parts(64, 32)
+        if self._is_decomposed:
+            return self._decomposed_tile(64, 32)
         if self._is_small:
             return self._small
         stages = 4 if self.call.row_bytes <= 128 else 3
@@ -224,8 +223,8 @@ class Plan:
     @functools.cached_property
     def grad_kv(self) -> dict[str, Any]:
         """Tile of the gradients of keys and values."""
-        if self._in_parts:
-            return self._tile_in_parts(32, 32)
+        if self._is_decomposed:
+            return self._decomposed_tile(32, 32)
         if self._is_small:
             return self._small
         tile = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4}
@@ -238,21 +237,21 @@ class Plan:
         """Tile of the gradient of scores by distance."""
         stages = 2 if self.call.row_bytes <= 128 else 1
         tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
-        if self._in_parts and self.call.on_hopper and self.call.padded_width <= 128:
+        if self._is_decomposed and self.call.on_hopper and self.call.padded_width <= 128:
             tile["num_stages"] = 1
         elif self._is_small:
-            tile = self._small | {"num_stages": 1, "PRECISION": _precision_of_wholes(self.call)}
+            tile = self._small | {"num_stages": 1, "PRECISION": _plain_precision(self.call)}
         return tile | {"BLOCKS_R": padded_width(self.call.distance_buckets) // 16}
 
     @property
-    def _in_parts(self) -> bool:
-        """Whether products are those of fp32 in parts of bf16."""
+    def _is_decomposed(self) -> bool:
+        """Whether fp32 is multiplied as bf16 components."""
         return self.constants.PRECISION == "bf16x8"
 
-    def _tile_in_parts(self, block_m: int, block_n: int) -> dict[str, Any]:
-        """Tile of fp32 in parts of bf16, with these rows where they have 128 columns."""
+    def _decomposed_tile(self, block_m: int, block_n: int) -> dict[str, Any]:
+        """Tile for products of bf16 components, ``block_m × block_n`` at a width of 128."""
         stages = 2
-        if not self.call.on_hopper:  # both factors lie in registers: larger ones spill
+        if not self.call.on_hopper:  # both operands are in registers: larger ones spill
             block_m = block_n = 32 if self.call.padded_width <= 64 else 16
         elif self.call.padded_width <= 64:
             block_m, block_n, stages = 64, 64, 1
@@ -262,16 +261,16 @@ class Plan:
 
     @property
     def _is_small(self) -> bool:
-        """Whether operands of larger tiles would not fit."""
-        return self.call.row_bytes > 256 or _precision_of_wholes(self.call) == "ieee"
+        """Whether operands of larger tiles do not fit in shared memory or registers."""
+        return self.call.row_bytes > 256 or _plain_precision(self.call) == "ieee"
 
     @functools.cached_property
     def _small(self) -> dict[str, Any]:
-        """Tile of exact fp32, or of wide rows, whose operands fill shared memory.
+        """Tile of ``"ieee"`` products, or of wide rows, whose operands fill shared memory.
 
-        The gradient of keys takes the most: four operands, or five of TF32, and scores.
+        The gradient of keys needs most: four operands, or five of TF32, and scores.
         """
-        call, precision = self.call, _precision_of_wholes(self.call)
+        call, precision = self.call, _plain_precision(self.call)
         block = tile_rows(call.row_bytes, precision, registers=8192)
         if precision == "ieee":
             block = min(block, 32)  # scores of larger ones spill
@@ -284,8 +283,8 @@ class Plan:
         return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps, "num_stages": 2}
 
 
-def _precision_of_wholes(call: Call) -> str:
-    """That of products whose factors are not taken apart."""
+def _plain_precision(call: Call) -> str:
+    """Precision of products of fp32 without decomposition."""
     return "ieee" if call.precision == "bf16x6" else call.precision
 
 
@@ -293,8 +292,8 @@ def _precision_of_wholes(call: Call) -> str:
 def plan_of(call: Call) -> Plan:
     """The plan of ``call``."""
     short = choose(PATHS, call.device, call)
-    precision = _precision_of_wholes(call)
-    if call.padded_width <= MOST_COLUMNS_OF_PARTS:
+    precision = _plain_precision(call)
+    if call.padded_width <= MAX_DECOMPOSED_WIDTH:
         precision = gradient_precision(call.precision)
     return Plan(
         call=call,

@@ -1,4 +1,4 @@
-"""Which kernels compute an op within each sample, and why."""
+"""Dispatch of the interaction ops: kernel variants and their conditions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torchrec_jagged_attn.runtime.paths import Condition, Path
 
 __all__ = ["LONGEST_COLUMN", "LONGEST_WHOLE_ROW", "PATHS", "PairProduct"]
 
-# With fewer rows of x per sample, much of a tile of x is empty: on an H200, the general kernel is
-# then as fast or faster, and it needs no list of tiles.
+# With fewer rows of x per sample, tiles of x are mostly empty: the general kernel, which needs no
+# list of tiles, is then as fast or faster on an H200.
 MIN_MEAN_ROWS = 128
-# Rows of the longest sample whose columns are read several times: it stays in the cache.
+# Longest columns that are read several times, from cache.
 LONGEST_COLUMN = 1024
-# Elements of the longest row of pairs that is read once, into one tile.
+# Longest rows of pairs that are read once, into one tile.
 LONGEST_WHOLE_ROW = 512
 
 
 class PairProduct(NamedTuple):
-    """What the variant of a product of pairs depends on.
+    """Operands of a product of pairs, on which its variant depends.
 
     Attributes:
         x: ``[Nx, D]``, not empty.
@@ -41,8 +41,8 @@ def _can_copy_rows(call: PairProduct) -> bool:
     return all(t.stride(1) == 1 and is_addressable(t.unsqueeze(1)) for t in (call.x, call.y))
 
 
-# By op. The kernels of one product give the same bits, so that the mean length, which depends on
-# other samples, may decide. The two softmaxes decide for each sample, on the device.
+# By op. The kernels of a product of pairs are bit-equal, so that the mean length, which depends on
+# other samples, may decide. Softmax kernels decide per sample, on the device.
 PATHS = {
     "jagged_jagged_bmm_jagged_out": (
         Path(

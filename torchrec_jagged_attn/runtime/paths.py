@@ -30,7 +30,7 @@ class Condition(NamedTuple):
     """A condition of a kernel variant.
 
     Attributes:
-        text: the condition in words, as the table and the log say it.
+        text: the condition in words, for the table and the log.
         holds: whether it holds for a call.
     """
 
@@ -107,7 +107,7 @@ def log_choice(name: str, choice: Choice) -> None:
     """Log the ``choice`` for the step ``name``, once for each line that calls the package.
 
     Only where ``TORCHREC_JAGGED_ATTN_LOG`` is ``1``; test :data:`LOG` before the call, which costs
-    less. Backward has no line of its own.
+    less. Backward has no separate line.
     """
     if not LOG:
         return
@@ -126,7 +126,7 @@ def log_choice(name: str, choice: Choice) -> None:
 def _call_site() -> str:
     """File and line of the nearest code that is not this package's, PyTorch's or TorchRec's.
 
-    ``"backward"`` where there is none: backward on a GPU has a thread of its own.
+    ``"backward"`` without any, since backward on a GPU runs in another thread.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _package_of(frame) in LIBRARIES:

@@ -1,16 +1,16 @@
-"""Dispatch of target attention: the kernel variant of a call, and how its work is divided.
+"""Dispatch of target attention: the kernel variant of a call, its tiles and its splits.
 
 The variants, from the fastest to the one that supports any call, for R query rows (targets × heads)
 of a sample:
 
     one_warp     a warp holds all query rows; R up to 8
     warpgroup    four warps share wgmma products, on Hopper; R of 9 to 64, half precision
-    few_warps    16 query rows to a warp, on an H100 or later; R of 9 to 64: fp32, and what
-                 warpgroup refuses
-    general      Triton's kernels: any R, any width, jagged queries
+    few_warps    16 query rows per warp, on an H100 or later; R of 9 to 64, fp32 and other calls
+                 that warpgroup does not support
+    general      Triton kernels: any R, any width, jagged queries
 
-No plan depends on how many samples and rows there are: where a sample is cut depends on itself
-alone, and so do the bits of its results.
+Plans do not depend on the number of samples and rows, and the chunks of a sample depend on its own
+length alone: results are batch-invariant.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.codes import codes_per_byte
-from torchrec_jagged_attn.runtime.kernels.matmul import MOST_COLUMNS_OF_PARTS, padded_width
+from torchrec_jagged_attn.runtime.kernels.matmul import MAX_DECOMPOSED_WIDTH, padded_width
 from torchrec_jagged_attn.runtime.launch import overlap_options
 from torchrec_jagged_attn.runtime.paths import Condition, Path, choose
 from torchrec_jagged_attn.target_attention.kernels import schedule
 from torchrec_jagged_attn.target_attention.kernels.records import Constants
 from torchrec_jagged_attn.target_attention.kernels.row_gradients import (
-    PLACES_OF_PROGRAM,
-    ZEROS_OF_PROGRAM,
+    INDICES_PER_PROGRAM,
+    ZERO_ROWS_PER_PROGRAM,
 )
-from torchrec_jagged_attn.target_attention.kernels.warp_parts import BLOCK_R
+from torchrec_jagged_attn.target_attention.kernels.warp_common import BLOCK_R
 from torchrec_jagged_attn.target_attention.kernels.warpgroup_backward import BUCKETS
 
 __all__ = [
@@ -44,18 +44,18 @@ __all__ = [
     "plan_of",
 ]
 
-# As plain numbers: comparing those of Triton takes host time.
+# As plain integers: comparing Triton constants takes host time.
 DENSE, SHARED, JAGGED = (
     layout.value for layout in (schedule.DENSE, schedule.SHARED, schedule.JAGGED)
 )
 ONE_WARP_ROWS = BLOCK_R.value
-MOST_BUCKETS = 256  # of both tables, which lie in shared memory
-MOST_BUCKETS_OF_TABLE = BUCKETS.value  # backward of warpgroups, which holds tables in registers
-# Bytes of shared memory that a program of few_warps needs: A100 (163 KiB) lacks it, H100 has it.
+MOST_BUCKETS = 256  # of both tables, which are in shared memory
+MOST_BUCKETS_OF_TABLE = BUCKETS.value  # in the backward of warpgroup: tables are in registers
+# Bytes of shared memory of a program of few_warps: available on H100, not on A100 (163 KiB).
 MIN_SHARED_MEMORY_FEW_WARPS = 200_001
-# Forward, samples of up to so many blocks of queries are cut as if they had one. The sums of all
-# chunks then take a byte for each element of the history.
-MOST_SLOTS = 4
+# In forward, samples of up to so many blocks of queries have as many chunks as if they had one.
+# Partial results then take up to one byte per element of the history.
+MAX_SPLIT_BLOCKS = 4
 
 
 class Call(NamedTuple):
@@ -65,24 +65,24 @@ class Call(NamedTuple):
         device: of the tensors.
         backward: whether gradients are computed, else outputs.
         layout: of queries: DENSE, SHARED or JAGGED.
-        num_targets: of each sample; 0 where queries are JAGGED.
+        num_targets: of each sample; 0 if queries are JAGGED.
         num_heads: of a target.
         width: of queries and history rows.
         num_positions: buckets of the table of positions; 0 without one.
         num_ages: buckets of the table of ages; 0 without one.
         bias: whether history rows have biases or prior weights.
         prior: whether these are prior weights.
-        row_dropout: whether history rows are dropped.
-        dropout: whether weights are.
+        row_dropout: whether there is dropout of history rows.
+        dropout: whether there is dropout of weights.
         element_size: bytes of an element of queries.
         history_stride: elements from one history row to the next.
         aligned: whether the history begins at a multiple of 16 bytes.
         addressable: whether it has few enough rows for a descriptor of the tensor memory
             accelerator.
         precision: of products, see ``matmul.product_precision``.
-        score: what makes weights of scores, see ``arguments.SCORES``.
-        slots_given: whether the kernel that makes the queries lists the slots, too.
-        by_index: whether history rows are read by indices.
+        score: from scores to weights, see ``arguments.SCORES``.
+        splits_given: whether the kernel that computes the queries also lists the splits.
+        by_index: whether there are gather indices of history rows.
         num_levels: of packed codes; 0 where history rows are not packed.
     """
 
@@ -104,21 +104,21 @@ class Call(NamedTuple):
     addressable: bool
     precision: str
     score: str = "softmax"
-    slots_given: bool = False
+    splits_given: bool = False
     by_index: bool = False
     num_levels: int = 0
 
     @property
     def query_rows(self) -> int:
-        """Query rows that a sample has; of JAGGED ones, those of eight targets.
+        """Query rows of a sample; if JAGGED, those of eight targets.
 
-        Not the batch's own there: results must not depend on other samples.
+        Not the mean of the batch, so that results are batch-invariant.
         """
         return (8 if self.layout == JAGGED else self.num_targets) * self.num_heads
 
     @property
     def buckets(self) -> int:
-        """Of both tables together."""
+        """Buckets of both tables together."""
         return self.num_positions + self.num_ages
 
     @property
@@ -133,7 +133,7 @@ class Call(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a history row in a tile, once it is multiplied."""
+        """Bytes of a history row in a tile, in the dtype of products."""
         return padded_width(self.width) * self.element_size
 
 
@@ -221,25 +221,25 @@ PATHS = (
 
 
 class Plan:
-    """Which kernels compute one direction, how they cut it up, and what they are compiled for.
+    """The kernels of one direction, their tiles, and their compile-time arguments.
 
     Attributes:
         call: what the plan is for.
-        choice: the variant that serves it, and why not another one.
-        path: the name of that.
-        tiles: compile-time arguments that say how work is cut up.
-        listed: whether programs find chunks by a list of slots, and bring their sums together.
+        choice: the variant that serves it, and why faster ones do not.
+        path: name of the variant.
+        tiles: compile-time sizes of tiles and chunks.
+        listed: whether chunks are found by a list of splits, and combined by the last program.
         overlap: whether launches overlap.
         block_r: query rows of a block.
-        num_blocks: how many of them a sample has, unless queries are JAGGED.
-        chunk: history rows that a program takes at least.
-        slot: how many history rows there are for each slot, in which a chunk leaves its sums.
-        slot_rows: how many query rows a slot has room for.
-        one_block: whether backward meets samples whose query rows one block holds, in one pass.
-        more_blocks: whether it meets other ones.
-        kernel, combine, list_slots: compile-time arguments of kernels, and options of their launch.
-        column_blocks: programs that bring the sums of one chunk together.
-        rows, combine_rows: the same of gradients of rows that are read by indices.
+        num_blocks: blocks of a sample, unless queries are JAGGED.
+        chunk: fewest history rows of a chunk.
+        split: history rows per split.
+        split_rows: query rows of a split.
+        one_block: whether backward may have samples of one block, computed in a single pass.
+        more_blocks: whether backward may have other samples.
+        kernel, combine, list_splits: compile-time arguments and launch options of kernels.
+        column_blocks: programs per split of the kernels that combine splits.
+        rows, combine_rows: as ``kernel``, of gradients of rows with gather indices.
     """
 
     def __init__(self, call: Call) -> None:
@@ -253,22 +253,24 @@ class Plan:
         self.chunk = self.tiles["CHUNK"]
         jagged = x.layout == JAGGED
         self.num_blocks = -(-x.query_rows // self.block_r)
-        # Backward, when memory is shortest, programs that take whole samples last longer anyway.
-        most_blocks = MOST_SLOTS if jagged else self.num_blocks
-        self.slot = self.chunk // (1 if x.backward else max(1, min(MOST_SLOTS, most_blocks)))
-        self.slot_rows = self.block_r if jagged else min(x.query_rows, self.block_r)
-        # One pass takes the mean gradient from outputs: Triton's kernels not as exactly as fp32 is.
+        # Not in backward, when memory is scarcest, and programs of whole samples take longer
+        # anyway.
+        blocks = MAX_SPLIT_BLOCKS if jagged else self.num_blocks
+        self.split = self.chunk // (1 if x.backward else max(1, min(MAX_SPLIT_BLOCKS, blocks)))
+        self.split_rows = self.block_r if jagged else min(x.query_rows, self.block_r)
+        # A single pass computes delta from outputs, which in Triton's kernels is less exact than
+        # fp32.
         single_pass = x.half or self.path in ("one_warp", "few_warps")
         self.one_block = single_pass and (jagged or x.query_rows <= self.block_r)
         self.more_blocks = jagged or not self.one_block
 
         self.kernel = self._kernel(single_pass)
-        self.list_slots = {
+        self.list_splits = {
             "CHUNK": self.chunk,
             "BLOCK_B": schedule.SAMPLES_OF_LIST,
             "OVERLAP": self.overlap,
         }
-        block_r = 1 << (self.slot_rows - 1).bit_length()
+        block_r = 1 << (self.split_rows - 1).bit_length()
         block_d = min(padded_width(x.width), max(16, 1024 // block_r))
         self.column_blocks = -(-x.width // block_d)
         self.combine = _arguments(
@@ -278,7 +280,7 @@ class Plan:
             BLOCK_R=block_r,
             BLOCK_D=block_d,
             CHUNK=self.chunk,
-            SLOT=self.slot,
+            SPLIT=self.split,
             SINGLE_PASS=single_pass,
             num_warps=1,
             **overlap_options(self.overlap),
@@ -290,17 +292,17 @@ class Plan:
         )
         self.rows = self.combine_rows | {
             "ONE_BLOCK": not jagged and x.query_rows <= self.combine_rows["C"].BLOCK_R,
-            "PLACES": PLACES_OF_PROGRAM,
-            "ZEROS": ZEROS_OF_PROGRAM,
+            "INDICES": INDICES_PER_PROGRAM,
+            "ZERO_ROWS": ZERO_ROWS_PER_PROGRAM,
             "num_warps": 1,
         }
 
     def _kernel(self, single_pass: bool) -> dict[str, Any]:
-        """Compile-time arguments of the path's main kernels, and options of their launch."""
+        """Compile-time arguments and launch options of the variant's main kernels."""
         x = self.call
-        more: dict[str, Any] = {"PARTS": 1 if x.half else 2 if x.precision == "tf32" else 3}
+        more: dict[str, Any] = {"COMPONENTS": 1 if x.half else 2 if x.precision == "tf32" else 3}
         if self.path == "general":
-            more = {"PRECISION": _precision_of_general(x), "SLOT": self.slot}
+            more = {"PRECISION": _precision_of_general(x), "SPLIT": self.split}
         elif self.path != "warpgroup":
             more["STRIDE"] = x.history_stride
         if self.path == "general" and x.backward:
@@ -313,7 +315,7 @@ class Plan:
                 "BLOCK_A": padded_width(x.num_ages),
             }
         if self.listed:
-            more |= overlap_options(self.overlap) | {"WAIT": x.slots_given}
+            more |= overlap_options(self.overlap) | {"WAIT": x.splits_given}
         elif self.path == "few_warps":
             more["OVERLAP"] = self.overlap
         return _arguments(
@@ -324,7 +326,7 @@ class Plan:
 
 
 def _inputs(x: Call) -> dict[str, Any]:
-    """What all kernels that compute scores are compiled for."""
+    """Compile-time arguments of all kernels that compute scores."""
     return {
         "LAYOUT": x.layout,
         "H": x.num_heads,
@@ -339,9 +341,9 @@ def _inputs(x: Call) -> dict[str, Any]:
 
 
 def _tiles_of_rows(x: Call) -> dict[str, int]:
-    """How places that name a row are taken: BLOCK_N at a time, with BLOCK_R query rows of each.
+    """Tiles of gradients of rows with gather indices: BLOCK_N positions × BLOCK_R query rows.
 
-    A warp has 512 elements of queries in registers, and as many of gradients of outputs.
+    A warp holds 512 elements of queries in registers, and as many of gradients of outputs.
     """
     width = padded_width(x.width)
     pairs = max(1, 512 // width)
@@ -355,16 +357,16 @@ def _tiles_of_rows(x: Call) -> dict[str, int]:
 
 
 def _precision_of_general(x: Call) -> str:
-    """That of products in Triton: parts of wide rows do not fit in registers, and tensor cores cut
-    off too often in a sum over so many columns.
+    """Precision of products in Triton's kernels: components of wide rows do not fit in registers,
+    and tensor cores truncate too often in sums over so many columns.
     """
-    if x.precision == "bf16x6" and x.width > MOST_COLUMNS_OF_PARTS:
+    if x.precision == "bf16x6" and x.width > MAX_DECOMPOSED_WIDTH:
         return "ieee"
     return x.precision
 
 
 def _arguments(**values: Any) -> dict[str, Any]:
-    """``values`` as a launch takes them: constants have capital letters, its options small ones."""
+    """Arguments of a launch: ``values`` in capitals are constants, the others its options."""
     options = {name: value for name, value in values.items() if name.islower()}
     constants = {name: value for name, value in values.items() if name.isupper()}
     return {"C": Constants(**constants), **options}
@@ -374,14 +376,13 @@ plan_of = functools.lru_cache(maxsize=1024)(Plan)
 
 
 def tiles_of(path: str, x: Call) -> dict[str, int]:
-    """How ``path`` cuts up the work. Nothing of it may depend on other samples than a row's own.
+    """Tiles of the variant ``path``, the fastest of those tried on an H200.
 
-    Found by trying, on an H200.
+    They must not depend on the number of samples and rows: see the top of this file.
     """
     width = padded_width(x.width)
     if path == "one_warp":
-        # Each lane makes the codes of a row.
-        by_lane = x.of_codes and width < 256
+        by_lane = x.of_codes and width < 256  # a lane unpacks a row of codes
         stages = 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2
         return {
             "BLOCK_R": ONE_WARP_ROWS,
@@ -392,8 +393,8 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
             "num_warps": 1,
         }
     if path == "warpgroup":
-        # Registers for as many programs on a multiprocessor as its shared memory holds, where none
-        # has to lie in memory while rows are multiplied.
+        # As many programs on a multiprocessor as its shared memory holds, if registers do not spill
+        # in the main loop.
         more = x.backward or x.bias or x.buckets or x.row_dropout or x.dropout
         registers = 168 if more else 128
         if x.query_rows > 32 or (x.backward and x.buckets):
@@ -419,15 +420,14 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
             "num_warps": block_r // 16,
         }
     block_r = min(padded_width(x.query_rows), 64, 32768 // x.row_bytes)
-    exact = x.precision in ("ieee", "bf16x6")  # operands and their parts lie in registers
+    exact = x.precision in ("ieee", "bf16x6")  # operands are in registers
     bytes_of_tile = 16384 if x.backward or exact else 32768
-    slot_rows = block_r if x.layout == JAGGED else min(x.query_rows, block_r)
+    split_rows = block_r if x.layout == JAGGED else min(x.query_rows, block_r)
     return {
         "BLOCK_R": block_r,
         "BLOCK_N": max(16, min(64, bytes_of_tile // x.row_bytes)),
         "BLOCK_D": width,
-        # A row of codes is read in no time.
-        "CHUNK": 1024 if x.of_codes else max(128, 16 * slot_rows),
+        "CHUNK": 1024 if x.of_codes else max(128, 16 * split_rows),  # rows of codes are small
         "NUM_STAGES": 3 if x.row_bytes < 512 else 2,
         "num_warps": 4 if x.row_bytes < 1024 else 8,
     }

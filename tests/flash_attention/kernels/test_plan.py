@@ -57,7 +57,7 @@ def hopper(monkeypatch):
     ],
     ids=str,
 )
-def test_paths_of_a_hopper_gpu(change, short, long, most_short):
+def test_variants_of_a_hopper_gpu(change, short, long, most_short):
     plan = plan_of(HALF._replace(**change))
     assert (plan.short_samples.path, plan.long_samples.path) == (short, long)
     assert plan.most_short == most_short
@@ -68,7 +68,7 @@ def test_paths_of_a_hopper_gpu(change, short, long, most_short):
     [({}, "general_short"), ({"width": 256}, "general"), ({"position_buckets": 1}, "general")],
     ids=str,
 )
-def test_paths_of_another_gpu(change, short, monkeypatch):
+def test_variants_of_another_gpu(change, short, monkeypatch):
     monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: 0)
     plan = plan_of(HALF._replace(on_hopper=False, shared_memory=A100, **change))
     assert (plan.short_samples.path, plan.long_samples.path) == (short, "general")

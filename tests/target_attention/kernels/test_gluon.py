@@ -404,7 +404,7 @@ def test_other_samples_never_matter(num_targets, launched):
     ids=str,
 )
 def test_rows_by_index(shape, num_rows, dtype, launched):
-    """Those that one place names, and those that several do."""
+    """Whose index occurs once, and several times."""
     num_targets, num_heads, width, num_positions = shape
     lengths = LENGTHS if num_rows > 12 else [70, 0, 3, 1, 33, 0]
     inputs = by_index(
@@ -424,10 +424,10 @@ def test_rows_by_index(shape, num_rows, dtype, launched):
 @pytest.mark.parametrize("num_targets", [1, 9])
 def test_dropout_of_rows_by_index(num_targets, launched):
     inputs = by_index(LENGTHS, dtype=torch.float32, num_rows=300, num_targets=num_targets)
-    num_places = sum(LENGTHS)
-    assert_rows_are_dropped(OVER_ROWS, inputs, num_places, CPU)
+    num_indices = sum(LENGTHS)
+    assert_rows_are_dropped(OVER_ROWS, inputs, num_indices, CPU)
     num_query_rows = len(LENGTHS) * num_targets
-    assert_weights_are_dropped(OVER_ROWS, inputs, num_query_rows, 2, num_places, CPU)
+    assert_weights_are_dropped(OVER_ROWS, inputs, num_query_rows, 2, num_indices, CPU)
     assert launched
 
 

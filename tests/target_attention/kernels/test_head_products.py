@@ -11,7 +11,7 @@ from torchrec_jagged_attn.devices import has_kernels
 from torchrec_jagged_attn.target_attention import cpu_projections as plain_head_products
 from torchrec_jagged_attn.target_attention.kernels import head_products as kernel_products
 from torchrec_jagged_attn.target_attention.kernels import schedule
-from torchrec_jagged_attn.target_attention.kernels.records import Listing, SlotList
+from torchrec_jagged_attn.target_attention.kernels.records import Listing, SplitList
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 TILE = 32  # rows of one
@@ -140,29 +140,29 @@ def test_a_row_does_not_matter_to_another(device):
         assert torch.equal(x[7:-1], expected[name][7:-1]), name
 
 
-def slots_to_list(kernel_device):
-    """As a kernel of their own lists them, and where they are to be listed."""
+def splits_to_list(kernel_device):
+    """Splits listed by a separate kernel, and a listing to be filled."""
     lengths = torch.tensor([5, 300, 2, *[16] * 200, 0, 64])  # of more than one program
     offsets = offsets_of(lengths, torch.int64, kernel_device)
-    chunk, num_slots = 16, int(lengths.sum()) // 16
-    expected, slots = (
-        torch.full((2, num_slots), 77, dtype=torch.int32, device=kernel_device) for _ in range(2)
+    chunk, num_splits = 16, int(lengths.sum()) // 16
+    expected, splits = (
+        torch.full((2, num_splits), 77, dtype=torch.int32, device=kernel_device) for _ in range(2)
     )
-    schedule.list_slots_kernel[(2,)](
-        SlotList(expected, offsets), len(lengths), num_slots,
+    schedule.list_splits_kernel[(2,)](
+        SplitList(expected, offsets), len(lengths), num_splits,
         CHUNK=chunk, BLOCK_B=schedule.SAMPLES_OF_LIST, OVERLAP=False,
     )  # fmt: skip
-    return expected, Listing(SlotList(slots, offsets), len(lengths), num_slots, chunk)
+    return expected, Listing(SplitList(splits, offsets), len(lengths), num_splits, chunk)
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
-def test_slots_are_listed_beside(num_rows, kernel_device):
-    """As by a kernel of their own; the products have the same bits."""
-    expected, listing = slots_to_list(kernel_device)
+def test_products_list_splits(num_rows, kernel_device):
+    """As a separate kernel does; products are bit-equal."""
+    expected, listing = splits_to_list(kernel_device)
     inputs = inputs_of(num_rows, kernel_device)
     alone = results_of(kernel_products, inputs, torch.float32)
     beside = results_of(kernel_products, inputs, torch.float32, listing=listing)
-    assert torch.equal(listing.slot_list.slots, expected)
+    assert torch.equal(listing.split_list.splits, expected)
     for name, x in beside.items():
         assert torch.equal(x, alone[name]), name
 
@@ -192,13 +192,13 @@ def test_own_columns(num_rows, heads, head_dim, dtype, device):
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
-def test_slots_are_listed_beside_columns(num_rows, kernel_device):
-    expected, listing = slots_to_list(kernel_device)
+def test_spreading_columns_lists_splits(num_rows, kernel_device):
+    expected, listing = splits_to_list(kernel_device)
     grad_out = torch.randn(num_rows, 32, device=kernel_device)
     alone, beside = (torch.empty(num_rows, 2, 32, device=kernel_device) for _ in range(2))
     kernel_products.spread_columns(grad_out, alone, None)
     kernel_products.spread_columns(grad_out, beside, listing)
-    assert torch.equal(listing.slot_list.slots, expected)
+    assert torch.equal(listing.split_list.splits, expected)
     assert torch.equal(beside, alone)
 
 

@@ -1,4 +1,4 @@
-"""Which path serves a call of target attention, and why."""
+"""Which kernel variant serves a call of target attention, and why."""
 
 import pytest
 import torch
@@ -45,13 +45,13 @@ def gpu(monkeypatch, request):
     monkeypatch.setattr(devices, "launches_overlap", lambda device: multiprocessors > 0)
 
 
-def path_of(**changes):
+def variant_of(**changes):
     return choose(PATHS, DEVICE, PLAIN._replace(**changes)).path
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_8_targets_of_4_heads_in_bf16_on_an_h100(backward, gpu):
-    assert path_of(num_targets=8, num_heads=4, element_size=2, backward=backward) == "warpgroup"
+    assert variant_of(num_targets=8, num_heads=4, element_size=2, backward=backward) == "warpgroup"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_8_targets_of_4_heads_in_bf16_on_an_h100(backward, gpu):
     ],
     indirect=["gpu"],
 )
-def test_paths_of_a_gpu(gpu, expected):
+def test_variants_of_a_gpu(gpu, expected):
     assert list(table(PATHS, DEVICE)) == expected
 
 
@@ -115,15 +115,15 @@ def test_paths_of_a_gpu(gpu, expected):
     ids=str,
 )
 def test_rules_on_an_h100(changes, forward, backward, gpu):
-    assert path_of(**changes) == forward
-    assert path_of(**changes, backward=True) == backward
+    assert variant_of(**changes) == forward
+    assert variant_of(**changes, backward=True) == backward
 
 
 @pytest.mark.parametrize("gpu", ["B200"], indirect=True)
 @pytest.mark.parametrize(("ages", "backward"), [(0, "general"), (30, "few_warps")])
 def test_few_warps_where_there_is_no_hopper(ages, backward, gpu):
-    assert path_of(num_targets=8, num_ages=ages) == "few_warps"
-    assert path_of(num_targets=8, num_ages=ages, backward=True) == backward
+    assert variant_of(num_targets=8, num_ages=ages) == "few_warps"
+    assert variant_of(num_targets=8, num_ages=ages, backward=True) == backward
 
 
 def test_a_plan_says_why(gpu):

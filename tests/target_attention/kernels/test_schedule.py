@@ -1,11 +1,11 @@
-"""How histories are cut into chunks, and which slot has which."""
+"""The list of splits: which sample each belongs to."""
 
 import pytest
 import torch
 
 from tests.cases import offsets_of
-from torchrec_jagged_attn.target_attention.kernels.records import SlotList
-from torchrec_jagged_attn.target_attention.kernels.schedule import list_slots_kernel
+from torchrec_jagged_attn.target_attention.kernels.records import SplitList
+from torchrec_jagged_attn.target_attention.kernels.schedule import list_splits_kernel
 
 CHUNK = 16
 BLOCK_B = 4  # fewer than there are samples, so that several programs list them
@@ -24,30 +24,30 @@ BLOCK_B = 4  # fewer than there are samples, so that several programs list them
     ],
     ids=str,
 )
-def test_slots_are_listed(lengths, dtype, kernel_device):
-    """A sample of CHUNK rows or more has a slot for each chunk, of up to 2 · CHUNK rows; no other
-    slot has a sample.
+def test_splits_are_listed(lengths, dtype, kernel_device):
+    """A sample of CHUNK rows or more has a split for each chunk, of up to 2 · CHUNK rows; no other
+    split has a sample.
     """
     offsets = offsets_of(torch.tensor(lengths), dtype, kernel_device)
-    num_slots = sum(lengths) // CHUNK
-    slots = torch.full((2, num_slots + 1), 77, dtype=torch.int32, device=kernel_device)
-    listed = slots.flatten()[: 2 * num_slots].view(2, num_slots)
-    list_slots_kernel[(-(-len(lengths) // BLOCK_B),)](
-        SlotList(listed, offsets),
+    num_splits = sum(lengths) // CHUNK
+    splits = torch.full((2, num_splits + 1), 77, dtype=torch.int32, device=kernel_device)
+    listed = splits.flatten()[: 2 * num_splits].view(2, num_splits)
+    list_splits_kernel[(-(-len(lengths) // BLOCK_B),)](
+        SplitList(listed, offsets),
         len(lengths),
-        num_slots,
+        num_splits,
         CHUNK=CHUNK,
         BLOCK_B=BLOCK_B,
         OVERLAP=False,
     )
-    expected = [-1] * num_slots
+    expected = [-1] * num_splits
     begin = 0
     for sample, length in enumerate(lengths):
         if length >= CHUNK:
-            for slot in range(begin // CHUNK, begin // CHUNK + -(-length // (2 * CHUNK))):
-                assert expected[slot] == -1  # of one sample only
-                expected[slot] = sample
+            for split in range(begin // CHUNK, begin // CHUNK + -(-length // (2 * CHUNK))):
+                assert expected[split] == -1  # of one sample only
+                expected[split] = sample
         begin += length
     assert listed[0].tolist() == expected
-    assert not listed[1].any()  # counters of chunks that have ended
-    assert (slots.flatten()[2 * num_slots :] == 77).all()
+    assert not listed[1].any()  # counters of finished chunks
+    assert (splits.flatten()[2 * num_splits :] == 77).all()

@@ -1,7 +1,7 @@
-"""What is added to the scores of target and flash attention, and the gradients of it.
+"""Biases of the scores of target and flash attention, and their gradients.
 
-A bias has one value per history row and head, or per bucket of a position, age or distance and
-head. Prior weights of rows count by their logarithm.
+A bias has one value per head and history row, or per head and bucket of position, age or distance.
+Prior weights of rows are added as logarithms.
 """
 
 from __future__ import annotations
@@ -18,36 +18,35 @@ __all__ = [
     "load_bias",
     "recency_bucket",
     "row_buckets",
-    "row_numbers",
+    "row_positions",
 ]
 
 
 @triton.jit
 def recency_bucket(distance, num_buckets):
-    """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, of ``1 + distance`` rounded to
-    fp32, at most the last bucket; that of infinity.
+    """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, at most the last bucket.
 
-    Read from the bits of the number, as ``_recency_buckets`` of ``flash_attention/cpu.py`` does.
+    ``1 + distance`` is rounded to fp32, and its logarithm read from the bits of that, as in
+    ``_recency_buckets`` of ``flash_attention/cpu.py``.
     """
     bits = (distance + 1).to(tl.float32).to(tl.int32, bitcast=True)
     if distance.dtype != tl.int32:
-        bits &= 0x7FFFFFFF  # 2^63 has a sign in int64
-    fraction = bits & 0x7FFFFF  # held against the least fp32 at or above 2^(1/4), 2^(2/4), 2^(3/4)
+        bits &= 0x7FFFFFFF  # 2^63 is negative in int64
+    fraction = bits & 0x7FFFFF  # compared with the least fp32 >= 2^(1/4), 2^(2/4), 2^(3/4)
     quarters = (fraction >= 0x1837F1).to(tl.int32) + (fraction >= 0x3504F4).to(tl.int32)
     quarters += (fraction >= 0x5744FD).to(tl.int32)
     octave = (bits >> 23) - 127
     bucket = octave * 4 + quarters
-    if distance.dtype != tl.int32:  # whose octaves end at 31
+    if distance.dtype != tl.int32:  # octaves of int32 end at 31
         bucket = tl.where(octave == 128, num_buckets - 1, tl.minimum(bucket, octave + 96))
     return tl.minimum(tl.maximum(bucket, 0), num_buckets - 1)
 
 
 @triton.jit
 def age_bucket(time, reference, num_buckets):
-    """:func:`recency_bucket` of the age that a row of ``time`` has at the time ``reference``.
+    """:func:`recency_bucket` of ``reference - time``.
 
-    The first one where the row is newer than that. The last one of an age that is NaN, or that
-    int64 does not hold: subtraction wraps around.
+    The first bucket if that is negative, the last one if it is NaN or overflows int64.
     """
     if time.dtype == tl.int32:
         time, reference = time.to(tl.int64), reference.to(tl.int64)
@@ -57,12 +56,12 @@ def age_bucket(time, reference, num_buckets):
 
 
 @triton.jit
-def row_numbers(biases, n, visible):
-    """The numbers by which the rows ``n`` (int64) draw: their places, where these are given."""
-    numbers = n
+def row_positions(biases, n, visible):
+    """Positions of the rows ``n`` (int64): ``n`` itself, if none are given."""
+    positions = n
     if biases.places is not None:
-        numbers = tl.load(biases.places + n, mask=visible, other=0).to(tl.int64)
-    return numbers
+        positions = tl.load(biases.places + n, mask=visible, other=0).to(tl.int64)
+    return positions
 
 
 @triton.jit
@@ -72,7 +71,7 @@ def row_buckets(n, visible, offsets_ptr, biases, sample, C: tl.constexpr):
     distance = last - n
     if biases.places is not None:
         end = tl.load(biases.ends + sample).to(tl.int64)
-        distance = end - 1 - row_numbers(biases, n, visible)
+        distance = end - 1 - row_positions(biases, n, visible)
     of_position = recency_bucket(distance.to(tl.int32), C.P)
     of_age = of_position
     if C.A > 0:
@@ -87,20 +86,20 @@ def row_buckets(n, visible, offsets_ptr, biases, sample, C: tl.constexpr):
 
 @triton.jit
 def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr):
-    """All ``biases`` of the rows ``n`` for the query rows ``r``, both shaped as in scores.
+    """The sum of all ``biases`` of the rows ``n`` for the query rows ``r``, which broadcast.
 
-    ``biases`` has pointers in the fields of ``arguments.Biases``, but ``relative_bias``; C are
+    ``biases`` has pointers in the fields of ``arguments.Biases``, without ``relative_bias``; C are
     Constants of either attention.
 
-    PRIOR weights count by their logarithm, ``-inf`` of zero and of what is below, for all heads;
-    rows that are dropped have ``-inf``. Zero for the query rows from ``count`` on: they have no
-    maximum to keep it from overflowing.
+    PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative; dropped
+    rows have ``-inf``. Query rows from ``count`` on have a bias of zero, since they have no maximum
+    to subtract.
     """
     mask = visible & (r < count)
     head = (r % C.H).to(tl.int32)
     bias = 0.0
     if C.PRIOR:
-        # For each query row, too: a column of weights, spread over these rows, is lowered wrongly.
+        # Loaded for each query row, too: Triton lowers a broadcast column of weights wrongly.
         weights = tl.load(biases.bias + n + head * 0, mask=mask, other=1.0)
         bias += tl.log(tl.where(weights < 0, 0.0, weights.to(tl.float32)))  # NaN stays
     elif biases.bias is not None:
@@ -114,40 +113,40 @@ def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr
             ptrs = biases.age_bias + of_age * C.H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if biases.row_dropout is not None:
-        numbers = row_numbers(biases, n, visible).to(tl.int64)
-        dropped = is_dropped(biases.row_dropout, numbers) & mask
+        positions = row_positions(biases, n, visible).to(tl.int64)
+        dropped = is_dropped(biases.row_dropout, positions) & mask
         bias = tl.where(dropped, -float("inf"), bias)
     return bias
 
 
 @triton.jit
-def _dot(choice, values, acc, CHOICE_FIRST: tl.constexpr):
-    return tl.dot(choice, values, acc) if CHOICE_FIRST else tl.dot(values, choice, acc)
+def _dot(one_hot, values, acc, ONE_HOT_FIRST: tl.constexpr):
+    return tl.dot(one_hot, values, acc) if ONE_HOT_FIRST else tl.dot(values, one_hot, acc)
 
 
 @triton.jit
 def _upper_bits(values):
-    """``values`` (fp32) as tensor cores read them in TF32: cut to 11 bits."""
+    """``values`` (fp32) truncated to the 11 bits of TF32."""
     return (values.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _dot_choice(choice, values, acc, dtype, CHOICE_FIRST: tl.constexpr):
-    """``acc`` plus the product of ``choice``, of zeros and ones, and ``values`` (fp32).
+def _dot_one_hot(one_hot, values, acc, dtype, ONE_HOT_FIRST: tl.constexpr):
+    """``acc`` plus the product of ``one_hot`` and ``values`` (fp32).
 
-    On tensor cores, which read the upper bits of values, and then what these left. In fp32, tiles
-    are summed up on their own: tensor cores would cut their sum with ``acc`` short.
+    On tensor cores, as a sum of products with two components of ``values``, in fp32 three. In fp32
+    the tile is summed separately from ``acc``, since tensor cores truncate sums.
     """
-    choice = choice.to(dtype)
+    one_hot = one_hot.to(dtype)
     if dtype == tl.float32:
         upper = _upper_bits(values)
         middle = _upper_bits(values - upper)
-        sums = _dot(choice, values - upper - middle, tl.zeros_like(acc), CHOICE_FIRST)
-        sums = _dot(choice, upper, _dot(choice, middle, sums, CHOICE_FIRST), CHOICE_FIRST)
+        sums = _dot(one_hot, values - upper - middle, tl.zeros_like(acc), ONE_HOT_FIRST)
+        sums = _dot(one_hot, upper, _dot(one_hot, middle, sums, ONE_HOT_FIRST), ONE_HOT_FIRST)
         return acc + sums
     rounded = values.to(dtype)
-    left = (values - rounded.to(tl.float32)).to(dtype)
-    return _dot(choice, rounded, _dot(choice, left, acc, CHOICE_FIRST), CHOICE_FIRST)
+    remainder = (values - rounded.to(tl.float32)).to(dtype)
+    return _dot(one_hot, rounded, _dot(one_hot, remainder, acc, ONE_HOT_FIRST), ONE_HOT_FIRST)
 
 
 @triton.jit
@@ -159,7 +158,7 @@ def add_heads(acc, ds, r, h, dtype, H: tl.constexpr, ONE_TARGET: tl.constexpr):
     if ONE_TARGET:
         return acc + ds
     of_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)
-    return _dot_choice(of_head, ds, acc, dtype, CHOICE_FIRST=False)
+    return _dot_one_hot(of_head, ds, acc, dtype, ONE_HOT_FIRST=False)
 
 
 @triton.jit
@@ -169,4 +168,4 @@ def add_to_table(table, buckets, heads, dtype, BLOCK_B: tl.constexpr):
     ``dtype`` is the history's.
     """
     of_bucket = (tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]).to(tl.float32)
-    return _dot_choice(of_bucket, heads, table, dtype, CHOICE_FIRST=True)
+    return _dot_one_hot(of_bucket, heads, table, dtype, ONE_HOT_FIRST=True)

@@ -1,10 +1,9 @@
-"""What is dropped, by counter-based generators: nothing of it is stored.
+"""Dropout masks by counter-based random numbers, so that none is stored.
 
-A row's number is the counter of SplitMix64 (Steele, Lea and Flood, OOPSLA '14), so that forward,
-backward and every device draw the same for it. Of weights, the counter is the number of the query
-row, of all samples and heads; its draw and the number of the history row, spread out, go through
-the finalizer of MurmurHash3 (Appleby).
-``attention/cpu_dropout.py`` does it in PyTorch.
+Rows: the counter of SplitMix64 (Steele, Lea and Flood, OOPSLA '14) is the position of the row, so
+that forward, backward and all devices agree. Weights: SplitMix64 of the query row (over all samples
+and heads) is mixed with the position of the history row by the finalizer of MurmurHash3 (Appleby).
+``attention/cpu_dropout.py`` is the same in PyTorch.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ __all__ = ["drop_weights", "element_draws", "is_dropped", "query_draws"]
 
 @triton.jit
 def _draws(seed, n):
-    """32 bits, in int64, of each of the numbers ``n`` (int64)."""
+    """32 random bits, in int64, for each counter ``n`` (int64)."""
     x = seed + (n + 1) * -7046029254386353131
-    # Shifts of unsigned numbers.
+    # The masks make shifts unsigned.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -28,17 +27,16 @@ def _draws(seed, n):
 
 @triton.jit
 def is_dropped(row_dropout_ptr, n):
-    """Whether ``row_dropout`` (``[2]`` int64: a seed, and how many of 2^32 draws drop) drops the
-    rows ``n`` (int64).
+    """Whether the rows ``n`` (int64) are dropped; ``row_dropout`` is ``[2]`` int64: a seed, and
+    2^32 times the probability.
     """
     return _draws(tl.load(row_dropout_ptr), n) < tl.load(row_dropout_ptr + 1)
 
 
 @triton.jit
 def query_draws(dropout_ptr, r):
-    """What :func:`element_draws` needs of the rows ``r``: of weights, rows × heads of all samples.
-
-    ``dropout`` begins with a seed, or is None: then there is nothing to draw.
+    """32 random bits for each query row ``r`` (over all samples and heads), for
+    :func:`element_draws`; ``r`` if ``dropout`` is None.
     """
     draws = r
     if dropout_ptr is not None:
@@ -48,7 +46,7 @@ def query_draws(dropout_ptr, r):
 
 @triton.jit
 def element_draws(draws, n):
-    """32 bits of each element: of its row's ``draws`` and its number ``n`` (int64) in the row."""
+    """32 random bits per element, of the ``draws`` of its row and its column ``n`` (int64)."""
     bits = draws ^ (n.to(tl.uint32) * 0x9E3779B1)
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
@@ -57,10 +55,9 @@ def element_draws(draws, n):
 
 @triton.jit
 def drop_weights(x, dropout_ptr, draws, n):
-    """``x``, weights or gradients of them: zero of those that are dropped, and the others divided
-    by the probability to be kept.
+    """Dropout of weights, or of their gradients, ``x``.
 
-    ``draws`` of query rows and the history rows ``n`` (int64) are shaped to go with ``x``.
+    ``draws`` of query rows and positions ``n`` (int64) of history rows broadcast to ``x``.
     """
     if dropout_ptr is not None:
         bits = element_draws(draws, n)

@@ -1,8 +1,8 @@
-"""Weights that are a function of a row's own score: SiLU and the logistic sigmoid.
+"""Elementwise weights: SiLU and the logistic sigmoid of scores, and their derivatives.
 
     sigmoid:  p = σ(s)        silu:  p = s · σ(s)         σ(s) = 1 / (1 + e⁻ˢ)
 
-Rows of no score, ``-inf``, have a weight and a slope of zero.
+A score of ``-inf`` has a weight and a slope of zero.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torchrec_jagged_attn.runtime.kernels.softmax import LN2, LOG2E, LOG2E_LOW
 
 __all__ = ["weights_and_slopes"]
 
-LEAST = tl.constexpr(-200.0)  # a score whose σ is zero in fp32
+LEAST = tl.constexpr(-200.0)  # σ of it is zero in fp32
 
 
 @triton.jit
 def weights_and_slopes(scores, SCORE: tl.constexpr, EXACT: tl.constexpr):
-    """Weights of ``scores``, and their derivatives; to the last bits of fp32 if EXACT."""
+    """``(weights, slopes)`` of ``scores``; accurate to a few units in the last place if EXACT."""
     scores = tl.where(scores < LEAST, LEAST, scores)  # NaN stays
     below = tl.where(scores < 0, scores, -scores)
     power = tl.exp2(below * LOG2E)

@@ -1,4 +1,4 @@
-"""Codes into bytes, and out of them: memory-bound, N·L·(e + 1/5) bytes for codes of e bytes."""
+"""Pack codes into bytes and unpack them: memory-bound, N·L·(e + 1/5) bytes for codes of e bytes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _pack_kernel(
     value = tl.zeros([BLOCK_N, BLOCK_D], tl.int32)
     for k in tl.static_range(PER_BYTE - 1, -1, -1):
         d = b * PER_BYTE + k
-        there = (n < num_rows) & (d < L)
-        code = tl.load(codes_ptr + n * stride + d, mask=there, other=0).to(tl.int32)
-        value = value * LEVELS + tl.where(there, code + LEVELS // 2, 0)
+        code_mask = (n < num_rows) & (d < L)
+        code = tl.load(codes_ptr + n * stride + d, mask=code_mask, other=0).to(tl.int32)
+        value = value * LEVELS + tl.where(code_mask, code + LEVELS // 2, 0)
     mask = (n < num_rows) & (b < BYTES)
     tl.store(packed_ptr + n * BYTES + b, value.to(tl.uint8), mask=mask)
 

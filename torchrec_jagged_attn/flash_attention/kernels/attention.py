@@ -1,23 +1,20 @@
-"""Jagged flash attention: multi-head attention within each sample, tiled, with an online softmax.
+"""Launches of jagged flash attention: multi-head attention within each sample.
 
 With P = Σ Lq·Lk pairs (about half of them when causal), H heads and widths D and Dv:
 
     forward    2·H·P·(D + Dv) FLOPs
     backward   H·P·(8·D + 6·Dv) FLOPs: scores and dp once for dq and once for dk, dv
 
-and each tile of one side reads the rows of the other side once. ``plan.py`` says which kernels take
-a call:
+and each tile of one side reads the rows of the other side once. With a window, P counts visible
+pairs, plus those in partly visible tiles. ``plan.py`` chooses the kernel variants:
 
     general          any call; backward has a kernel for dq and one for dk, dv, and no atomics
     general_short    short samples, each whole in one tile, so that nothing is computed twice
-    hopper           half precision; backward computes scores once and adds up dq in turns
+    hopper           half precision; backward computes scores once and orders dq by semaphores
     hopper_short     short samples on Hopper
 
-Scores may have biases, each for a head: by key row, by the bucket of the key's position or age, or
-by the bucket of its distance to the query (``distance_bias.py``), the only one that ``hopper``
-knows. Gradients of tables are summed by tile, then over the tiles.
-
-With a window, P is the number of pairs that are seen, but for the ends of tiles.
+Scores may have biases per head: by key row, by the bucket of the key's position or age, or by the
+bucket of its distance to the query (``distance_bias.py``), the only one that ``hopper`` supports.
 """
 
 from __future__ import annotations
@@ -105,7 +102,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     else:
         sizes = (stats[0].numel(), call.reach, call.window, call.factor)
         _forward(
-            (_most(samples) * q.shape[1],),
+            (_capacity(samples) * q.shape[1],),
             (call.inputs, call.biases, outputs, samples, *sizes),
             call.constants.of_launch(**plan.forward),
         )
@@ -120,9 +117,9 @@ def backward(
     grad_v: Tensor,
     needs_bias: bool = True,
 ) -> FlashGradients:
-    """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
+    """Gradients; that of ``bias`` if ``needs_bias``, with prior weights of their logarithms.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart.
+    Those of ``k`` and ``v`` are written to ``grad_k`` and ``grad_v``, which may be strided.
     """
     q, k = args.q, args.k
     grad_out = grad_out.contiguous()
@@ -163,13 +160,13 @@ def _backward_in_general(call: _Call, outputs: FlashOutputs, grads: Gradients) -
     _backward_of_short(call, grads, samples)
     if q.shape[0]:
         _grad_q(
-            (_most(samples) * q.shape[1],),
+            (_capacity(samples) * q.shape[1],),
             (call.inputs, call.biases, outputs, grads, samples, *sizes),
             call.constants.of_launch(**plan.grad_q),
         )
     if k.shape[0]:
         samples = call.list_tiles(plan.grad_kv["BLOCK_N"], of_keys=True)
-        num_tiles = _most(samples)
+        num_tiles = _capacity(samples)
         num_buckets = plan.call.position_buckets + plan.call.age_buckets
         if num_buckets:
             tables = grads.delta.new_zeros(num_tiles, num_buckets, q.shape[1])
@@ -200,7 +197,7 @@ def _backward_by_distance(call: _Call, outputs: FlashOutputs, grads: Gradients) 
     """``grads`` with that of the table by distance."""
     constants = call.plan.grad_relative
     samples = call.list_tiles(constants["BLOCK_M"], of_keys=False)
-    num_programs = _most(samples) * call.args.q.shape[1]
+    num_programs = _capacity(samples) * call.args.q.shape[1]
     grads = grads._replace(relative=grads.delta.new_zeros(num_programs, call.constants.R))
     if num_programs:
         _grad_relative(
@@ -215,7 +212,7 @@ def _backward_by_distance(call: _Call, outputs: FlashOutputs, grads: Gradients) 
 
 
 def _grads_of_tables(args: FlashArguments, grads: Gradients) -> Iterator[Tensor | None]:
-    """Of each table the sum over tiles; zeros without tiles, ``None`` without a table."""
+    """Gradients of the tables, summed over tiles; ``None`` without a table."""
     _, position_bias, age_bias, *_, relative_bias = args.biases
     of_position = of_age = of_relative = None
     if grads.tables is not None:
@@ -231,7 +228,7 @@ def _grads_of_tables(args: FlashArguments, grads: Gradients) -> Iterator[Tensor 
 
 
 class _Call:
-    """What both directions of one call have in common: contiguous inputs, the plan, the tiles."""
+    """The inputs, plan and lists of tiles of one call, for either direction."""
 
     def __init__(self, args: FlashArguments, grads: tuple[Tensor, ...] = ()) -> None:
         q, k, v, q_offsets, kv_offsets = args[:5]
@@ -250,10 +247,10 @@ class _Call:
         self.biases = Biases(*(None if x is None else x.contiguous() for x in biases), by_distance)
         self.factor = abs(args.scale) * LOG2E.value
         self.window = min(args.window, 2**31 - 1) or None
-        # A single key weighs one, whatever its score, which then has a gradient of exactly zero.
+        # The weight of a single key is constant: the gradient of its score is exactly zero.
         self.grad_scale = 0.0 if args.window == 1 else args.scale
         device, num_heads = q.device, q.shape[1]
-        alike = Call(
+        call = Call(
             device=device,
             on_hopper=devices.hopper_multiprocessors(device) > 0,
             dtype=q.dtype,
@@ -274,9 +271,9 @@ class _Call:
             negative_scale=args.scale < 0,
             counted=self.num_samples * num_heads < 2**31 - hopper_short.MOST_ROWS,
         )
-        self.plan = plan_of(alike)
+        self.plan = plan_of(call)
         if self.plan.on_hopper and not _in_boxes(*self.inputs, *grads):
-            self.plan = plan_of(alike._replace(in_boxes=False))
+            self.plan = plan_of(call._replace(in_boxes=False))
         self.constants = self.plan.constants._replace(
             Q_STRIDE=self.inputs.q.stride(0),
             K_STRIDE=self.inputs.k.stride(0),
@@ -289,12 +286,12 @@ class _Call:
             )
 
     def for_short(self) -> dict[str, Any]:
-        """Constants for samples taken whole, by the kernel after the one that makes a list."""
+        """Constants of the kernel of short samples, launched after that of the list."""
         overlap = overlap_options(devices.launches_overlap(self.inputs.q.device))
         return self.constants.of_launch(**self.plan.short, **overlap)
 
     def list_tiles(self, block: int, of_keys: bool, together: int = 0) -> Samples:
-        """Samples with the tiles of queries, or of keys; each list is made once."""
+        """Samples with the list of tiles of queries, or of keys; each list is built once."""
         own, other = (1, 0) if of_keys and not self.is_self else (0, 1)
         if (block, own) not in self.lists:
             short = self.plan.most_short
@@ -308,8 +305,8 @@ class _Call:
         return self.lists[block, own]
 
 
-def _most(samples: Samples) -> int:
-    """Most tiles that are in the list."""
+def _capacity(samples: Samples) -> int:
+    """The capacity of the list of tiles."""
     return samples.tiles.shape[0] - 1
 
 
@@ -319,17 +316,17 @@ def _log_choices(direction: str, plan: Plan) -> None:
 
 
 def _in_boxes(*tensors: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address all of them, and none is empty."""
+    """Whether the tensor memory accelerator can address all ``tensors``, and none is empty."""
     return all(x.shape[0] > 0 and is_addressable(x) for x in tensors)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether two vectors of one size are the same memory, read alike."""
+    """Whether two vectors of one size are the same memory, dtype and stride."""
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride()
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``[L, H, D]`` as it is, if the elements of a row are next to each other, else a copy."""
+    """``x`` ``[L, H, D]`` itself, if the elements of a row are contiguous, else a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 

@@ -1,12 +1,12 @@
-"""Learned scores by the distance of a query and a key, either way, from a table ``[R, H]``.
+"""Relative position bias: scores by the absolute distance of query and key, a table ``[R, H]``.
 
-A tile of pairs has few distances, and all pairs of one distance are on a diagonal of it. So kernels
-do not look for the bucket of each pair: its score is loaded from a list by distance, where pairs
-beside each other find theirs beside each other. And gradients of a tile are summed up along its
-diagonals, by columns of rows that have been rotated against each other, before they are by bucket.
+All pairs of one distance are on a diagonal of a tile. So kernels do not compute a bucket per pair:
+the table is first expanded to a list by distance, from which a tile loads its scores with coalesced
+accesses. Gradients of a tile are summed along its diagonals (sums of columns, after row ``i`` is
+rotated by ``i``), and then by bucket.
 
-The list takes two numbers for each row of the longer side and head, as the statistics do, and is
-made anew in each call.
+The list has two elements per head and row of the longer side, as the statistics do, and is rebuilt
+by each call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrec_jagged_attn.runtime.launch import Launcher
 
 __all__ = ["add_gradient", "list_by_distance", "scores_by_distance"]
 
-MARGIN = 128  # rows of a tile that a sample may not have
+MARGIN = 128  # rows of a tile beyond the end of a sample
 MOST_ROWS = 2**30 - MARGIN - 1
 BLOCK = 1024
 
@@ -48,10 +48,10 @@ _list = Launcher(_list_kernel)
 
 
 def list_by_distance(table: Tensor, num_rows: int) -> Tensor:
-    """``[H, 2 · reach]`` fp32: scores times log2(e) by distance, that of 0 in the middle.
+    """``[H, 2 · reach]`` fp32: scores times log2(e) by distance, with distance 0 in the middle.
 
-    It reaches as far as the rows of any tile are apart where a side has up to ``num_rows``, of
-    which there may be MOST_ROWS: kernels count its elements in int32.
+    It covers the distances in tiles of samples of up to ``num_rows`` rows a side, at most
+    MOST_ROWS, since kernels index it in int32.
     """
     if num_rows > MOST_ROWS:
         raise NotImplementedError(
@@ -78,14 +78,13 @@ def scores_by_distance(list_ptr, reach, head, first, BLOCK_M: tl.constexpr, BLOC
 
 @triton.jit
 def add_gradient(grads, ds, first, R: tl.constexpr, BLOCKS_R: tl.constexpr):
-    """``grads`` (``[BLOCKS_R, 16]``, by bucket) plus ``ds`` of queries and keys ``first + i - j``
-    apart, which is zero where there are none.
+    """``grads`` (``[BLOCKS_R, 16]``, by bucket) plus the sums by bucket of ``ds``, which is zero
+    where masked, of queries and keys ``first + i - j`` apart.
     """
     BLOCK_M: tl.constexpr = ds.shape[0]
     BLOCK_N: tl.constexpr = ds.shape[1]
     tl.static_assert(BLOCK_M <= BLOCK_N)
-    # Row i is rotated by i, so that what is in column c is on the diagonal of c, or on the one that
-    # is BLOCK_N before.
+    # Row i is rotated by i, so that column c holds the diagonals of c and of c - BLOCK_N.
     column = tl.arange(0, BLOCK_M)[:, None] + tl.arange(0, BLOCK_N)[None, :]
     rotated = tl.gather(ds, column % BLOCK_N, 1)
     near = tl.sum(tl.where(column < BLOCK_N, rotated, 0.0), 0)

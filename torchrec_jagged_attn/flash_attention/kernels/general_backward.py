@@ -2,14 +2,13 @@
 
     p = softmax(scores)    dv = pᵀ·do    ds = p · (do·vᵀ - delta)    dq = ds·k    dk = dsᵀ·q
 
-with ``delta`` = Σ do · out for each query. Where weights are dropped, so are do·vᵀ and the p of dv.
-One kernel goes over tiles of queries and writes dq and ``delta``; the next goes over tiles of keys
-and writes dk, dv and the gradients of biases. Each computes p and do·vᵀ anew: 4·D + 2·Dv and 4·D +
-4·Dv FLOPs for each pair of rows and head. There are no atomics, so sums have one order.
+with ``delta`` = Σ do · out for each query. Dropout applies to do·vᵀ and to the p of dv. One kernel
+goes over tiles of queries and writes dq and ``delta``; the next goes over tiles of keys and writes
+dk, dv and the gradients of biases. Both recompute p and do·vᵀ: 4·D + 2·Dv and 4·D + 4·Dv FLOPs for
+each pair of rows and head. There are no atomics, so that the order of sums is fixed.
 
-Gradients of tables are summed by tile here, and over the tiles by the caller. The table of
-distances has a kernel of its own. It goes along diagonals of a sample's tiles of pairs: tiles of
-one diagonal have the same distances.
+Gradients of tables are summed per tile here, and over tiles by the caller. A third kernel computes
+that of the table of distances, along diagonals of tiles, which have the same distances.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ def _grad_of_queries(
     acc, residual, delta, rows, args, tile, first, last, alone, C: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the keys from ``first`` to ``last`` give; all rows see them all unless ``MASKED``.
-
-    They are ``alone`` if they are all that the rows see, in one tile.
+    """Add the terms of the keys from ``first`` to ``last`` to dq; all rows see all of these keys
+    unless ``MASKED``. ``alone``: they are one tile, and the rows see no other keys.
     """
     for start in range(first, last, C.BLOCK_N):
         k = load_keys(args.inputs.k, tile, start, C, MASKED)
@@ -75,7 +73,7 @@ def _grad_of_queries(
         if MASKED:
             delta = mean_grad(p, dp, delta, alone, 1)
         ds = p * (dp - delta[:, None])
-        # Not into acc: where that stays in flight, ptxas waits after every instruction (C7515).
+        # A separate product: with acc in flight, ptxas waits after every instruction (C7515).
         acc += product(ds.to(k.dtype), k, C.PRECISION) * args.scale
         if C.BIASED:
             residual += tl.sum(ds, 1)
@@ -131,7 +129,7 @@ def grad_q_kernel(
     acc, residual, delta = _grad_of_queries(
         acc, residual, delta, rows, args, tile, full, seen_by_any, alone, C, MASKED=True
     )
-    # A delta larger by the residual would have made it zero; gradients of biases add up many rows.
+    # With the residual added to delta, ds sum to zero, also in gradients of biases of many rows.
     tl.store(grads.delta + stat, delta + residual, mask=i < count)
     store_rows(grads.q, acc, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
 
@@ -141,12 +139,11 @@ class _Keys(NamedTuple):
 
     Attributes:
         row: first key of the tile.
-        own: which keys are the sample's, ``[BLOCK_N]``.
+        own: mask of keys that belong to the sample, ``[BLOCK_N]``.
         base: first query of the sample.
-        num_rows: how many queries it has.
+        num_rows: number of queries of the sample.
         low: the first query that sees each key.
-        diagonal: the query that is as far from the last query as the tile's first key is from the
-            last key.
+        diagonal: the query on the causal diagonal of the tile's first key, see ``QueryTile``.
     """
 
     k: Any
@@ -162,7 +159,7 @@ class _Keys(NamedTuple):
 
 @triton.jit
 def _key_biases(args, keys, head, C: tl.constexpr):
-    """Biases of keys for one head, times log2(e), ``[BLOCK_N]``, but those by distance."""
+    """Biases of keys for one head, times log2(e), ``[BLOCK_N]``, without that by distance."""
     bias = tl.zeros([C.BLOCK_N], tl.float32)
     if C.BIASED:
         j = keys.row + tl.arange(0, C.BLOCK_N)
@@ -174,7 +171,7 @@ def _key_biases(args, keys, head, C: tl.constexpr):
 
 @triton.jit
 def _seeing_queries(window, count, diagonal, num_rows, C: tl.constexpr):
-    """Where the queries end whose windows hold any key of a tile, and those that hold its first.
+    """The end of the queries that see any key of a tile, and of those that see its first key.
 
     The sample has ``count`` keys from the tile on; ``diagonal`` is that of :class:`_Keys`.
     """
@@ -242,7 +239,9 @@ def _grad_of_keys(
     acc_k, acc_v, grad_bias, keys, bias, args, head, first, last, C: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What a head's queries from ``first`` to ``last`` give; they see all unless ``MASKED``."""
+    """Add the terms of a head's queries from ``first`` to ``last`` to dk, dv and the gradient of
+    biases; they see all keys of the tile unless ``MASKED``.
+    """
     for start in range(first, last, C.BLOCK_M):
         p, q, grad_out, delta, draws = _query_weights(keys, bias, args, head, start, C, MASKED)
         kept = _drop_keys(p, args, keys, draws, C)
@@ -270,7 +269,7 @@ def _store_bias_gradients(args, grad_bias, keys, tile, head, C: tl.constexpr):
     """Store the gradients of a head's biases of a tile of keys, the ``tile``-th of the list."""
     grads, own = args.grads, keys.own
     if args.window is not None:
-        grad_bias *= tl.where(args.window > 1, 1.0, 0.0)  # a single key weighs one at any score
+        grad_bias *= tl.where(args.window > 1, 1.0, 0.0)  # the weight of a single key is constant
     j = keys.row + tl.arange(0, C.BLOCK_N)
     if grads.bias is not None:
         tl.store(grads.bias + j * C.H + head, grad_bias, mask=own)
@@ -365,11 +364,11 @@ def grad_relative_kernel(
     scale,
     C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
 ):
-    """What some diagonals of a sample's tiles of pairs, of BLOCK_M queries and as many keys, give
-    to the gradient of one head's column of the table.
+    """The terms of some diagonals of a sample's square tiles, of BLOCK_M queries and as many keys,
+    in the gradient of one head's column of the table.
 
-    As many diagonals as there are tiles of queries before the next one of a program, so that all
-    programs of a sample have as many tiles.
+    The diagonals of a program are as far apart as the sample has tiles of queries, so that all
+    programs of a sample have about as many tiles.
     """
     BY_KEYS: tl.constexpr = (
         (biases.bias is not None) or (biases.row_dropout is not None) or C.P > 0 or C.A > 0
@@ -392,7 +391,7 @@ def grad_relative_kernel(
     sums = tl.zeros([C.BLOCKS_R, 16], tl.float32)
     highest = (row - begin).to(tl.int32) // BLOCK
     first_step, end_step = num_keys * 0, tl.cdiv(highest + num_key_tiles, num_tiles)
-    if window is not None:  # others have no pair that is seen
+    if window is not None:  # skip diagonals without a visible pair
         most, stride = num_keys - num_rows + highest * BLOCK, num_tiles * BLOCK
         first_step = tl.cdiv(window_begin(most - BLOCK + 1, window), stride)
         end_step = tl.minimum(end_step, tl.cdiv(tl.maximum(most + BLOCK, 0), stride))
@@ -436,7 +435,7 @@ def grad_relative_kernel(
             draws = query_draws(biases.dropout, stat)
             dp = drop_weights(dp, biases.dropout, draws[:, None], (key + j)[None, :])
             acc += p * (dp - delta[:, None])
-        if window is not None:  # a single key weighs one at any score
+        if window is not None:  # the weight of a single key is constant
             acc *= tl.where(window > 1, 1.0, 0.0)
         sums = add_gradient(sums, acc, first, C.R, C.BLOCKS_R)
     r = tl.arange(0, C.BLOCKS_R)[:, None] * 16 + tl.arange(0, 16)[None, :]

@@ -2,15 +2,15 @@
 
     out_i = Σ_j softmax_j(scale · q_i · k_j + bias_ij) · v_j       over the keys j of i's sample
 
-Weights are dropped as they are added up: the softmax is over all of them.
+Dropout follows the softmax.
 
 A program has one tile of queries of one head. It goes over the keys of the sample from the last
-tile to the first, with an online softmax, so that scores stay in registers: 2·(D + Dv) FLOPs for
-each pair of rows and head. It reads q once, k and v once for each tile of queries, and writes out
-and the softmax statistics, which backward needs.
+tile to the first, with an online softmax: 2·(D + Dv) FLOPs for each pair of rows and head. It reads
+q once, k and v once for each tile of queries, and writes out and the softmax statistics for
+backward.
 
-Tiles that not all rows see come first, and last those that the window hides from some. Only these
-are masked; biases mask all tiles. Tiles that no row sees are not visited.
+Without biases, only the tiles on the causal diagonal (first) and at the end of the window (last)
+are masked. Tiles that no query sees are skipped.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def _scores(q, args, tile, start, C: tl.constexpr, MASKED: tl.constexpr):
 def _attend(
     acc, p, maximum, total, q, args, tile, first, last, C: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Attend over the tiles of keys before ``last``, from the later ones down to ``first``.
+    """Attend to the tiles of keys before ``last``, backwards down to ``first``.
 
-    All rows see all of these keys unless ``MASKED``. ``p`` are the weights of the tile from
-    ``last`` on, whose values are added up here; what is returned are those of the tile ``first``.
+    All rows see all of these keys unless ``MASKED``. ``p`` are the weights of the tile ``last``,
+    whose values have not been added yet; those that are returned are of the tile ``first``.
     """
     for start in range(last - C.BLOCK_N, first - 1, -C.BLOCK_N):
         products, bias, visible = _scores(q, args, tile, start, C, MASKED)
@@ -62,8 +62,8 @@ def _attend(
         v = load_rows(
             args.inputs.v, row, count, tile.kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D
         )
-        # A product whose sum is next needed in the next iteration would stay in flight till then,
-        # and ptxas wait after every instruction (C7515).
+        # Here, so that no product is in flight across iterations: ptxas would then wait after every
+        # instruction (C7515).
         acc = multiply(p.to(v.dtype), v, acc, C.PRECISION)
         p, rescale, maximum, total = online_softmax(
             products, args.factor, bias, visible, maximum, total, C.BIASED, MASKED
@@ -103,7 +103,6 @@ def forward_kernel(
     q = load_queries(inputs.q, row, count, head, C)
     seen_by_all, seen_by_any = seen_keys(tile, C)
     first, whole = seen_from(window, tile, C)
-    # From the last tile of keys to the first: those that not all rows see come first.
     start = tl.maximum(tl.cdiv(seen_by_any, C.BLOCK_N) - 1, 0) * C.BLOCK_N
     products, bias, visible = _scores(q, args, tile, start, C, MASKED=True)
     p, _, maximum, total = online_softmax(

@@ -2,7 +2,7 @@
 
 A program computes one head of a whole sample, all pairs of rows at once. Scores and weights stay in
 registers, so the kernels are memory-bound: forward reads q, k, v and writes out; backward reads
-q, k, v, grad_out and writes three gradients. Backward needs nothing that forward kept.
+q, k, v, grad_out and writes three gradients, and recomputes the statistics of forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrec_jagged_attn.runtime.kernels.softmax import mean_grad
 
 __all__ = ["MOST_ROWS", "backward_short_kernel", "forward_short_kernel"]
 
-MOST_ROWS = 32  # on both sides, of the samples that are taken
+MOST_ROWS = 32  # of a short sample, on both sides
 
 
 @triton.jit
@@ -57,11 +57,9 @@ def _drop(x, dropout_ptr, q_row, kv_row, head, C: tl.constexpr):
 def _softmax(q, k, visible, factor, C: tl.constexpr):
     """``(p, maximum, total)`` of all scores of a sample; the weights are not yet divided."""
     products = tl.dot(-q if C.NEGATIVE else q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
-    nothing = tl.full([C.BLOCK_M], -float("inf"), tl.float32)
+    lowest = tl.full([C.BLOCK_M], -float("inf"), tl.float32)
     zero = tl.zeros([C.BLOCK_M], tl.float32)
-    p, _, maximum, total = online_softmax(
-        products, factor, 0.0, visible, nothing, zero, False, True
-    )
+    p, _, maximum, total = online_softmax(products, factor, 0.0, visible, lowest, zero, False, True)
     return p, maximum, total
 
 
@@ -114,7 +112,7 @@ def backward_short_kernel(
     sample, kv_head = tl.program_id(0) // C.HK, tl.program_id(0) % C.HK
     q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, window, C)
     if (num_rows <= C.BLOCK_M) & (num_keys <= C.BLOCK_N) & (num_rows + num_keys > 0):
-        # None of a side without the other: what is infinite there has a gradient of zero, too.
+        # If one side is empty, the other is read as zeros: infinite rows have zero gradients, too.
         rows, keys = tl.where(num_keys > 0, num_rows, 0), tl.where(num_rows > 0, num_keys, 0)
         k = load_rows(inputs.k, kv_row, keys, kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
         v = load_rows(inputs.v, kv_row, keys, kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)

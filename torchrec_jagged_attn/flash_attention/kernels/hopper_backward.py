@@ -1,18 +1,17 @@
 """Backward of jagged flash attention on Hopper, of half precision, in Gluon.
 
-A program stays on its multiprocessor and takes one tile of keys after the other, with all queries
-that see it: five products for each pair of tiles. Two warpgroups have half of the keys each. Scores
-and their gradients lie transposed in their registers, keys by queries, from where they are
-multiplied with the rows of ``grad_out`` and ``q``. A third one has the gradient of queries, to
-which the gradients of scores come through shared memory. At width 128 there are no registers for a
-third one: the two then have half of the width each, one tile of queries behind, so that neither
-waits for what the other has yet to give. One warp does nothing but bring in rows, ahead of them
-all.
+The kernel is persistent: a program takes one tile of keys after the other, with all queries that
+see it: five products for each pair of tiles. Its warps are specialized:
 
-Tiles of keys add to a gradient of queries in fp32, in global memory, one after the other, so that
-sums are the same bit for bit. Each waits for its turn, which a fourth role looks out for, and a
-fifth passes on. The last one writes the gradient. Tiles are taken in an order in which a turn has
-come long before it is needed, and the one before has always begun.
+- Two warpgroups compute dk and dv, each for half of the keys. They hold scores and their gradients
+  ds transposed in registers, ``[keys, queries]``, as operands of the products with do and q.
+- A third warpgroup computes dq from ds in shared memory. At width 128, which leaves no registers
+  for it, the two others compute half of the columns each, one tile of queries behind, so that
+  neither waits for the ds of the other.
+- A producer warp loads rows.
+- Three warps wait for and increment semaphores, which order the sums of dq: see
+  ``hopper_dq_semaphores.py``. Tiles of keys are listed so that the one before has always started
+  and semaphores are usually acquired before they are needed.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.flash_attention.kernels.hopper_dq_semaphores import (
+    TILES,
+    DqAccumulator,
+    KeyTile,
+    KeyTileQueue,
+    add_slice,
+    next_tile,
+    query_tiles,
+    release_semaphores,
+    wait_semaphores,
+)
 from torchrec_jagged_attn.flash_attention.kernels.hopper_forward import scores_by_distance
 from torchrec_jagged_attn.flash_attention.kernels.hopper_prepare import BLOCK_M
-from torchrec_jagged_attn.flash_attention.kernels.hopper_turns import (
-    TILES,
-    Board,
-    KeyTile,
-    Sums,
-    add_slice,
-    await_turns,
-    next_tile,
-    pass_turns,
-    query_tiles,
-)
 from torchrec_jagged_attn.flash_attention.kernels.records import (
     Constants,
     Gradients,
@@ -54,16 +53,16 @@ from torchrec_jagged_attn.flash_attention.kernels.records import (
 from torchrec_jagged_attn.runtime.kernels.gluon import (
     WG_ROWS,
     as_operand,
-    tell,
+    store_fields,
     wait_for_last_kernel,
 )
 from torchrec_jagged_attn.runtime.kernels.tile_list import FIELDS
 from torchrec_jagged_attn.runtime.kernels.tma import (
     Descriptor,
     Ring,
+    commit,
     copy_out,
     fill,
-    give,
     jagged_rows,
     make_barriers,
     make_ring,
@@ -78,12 +77,12 @@ from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 __all__ = ["BLOCK_N", "backward"]
 
 BLOCK_N = 128  # keys of a tile
-WEIGHT_STAGES = gl.constexpr(2)  # gradients of scores in shared memory
-TURN_STAGES = gl.constexpr(4)  # tiles of queries whose turn is known ahead
+DS_STAGES = gl.constexpr(2)  # tiles of ds in shared memory
+SEMAPHORE_STAGES = gl.constexpr(4)  # tiles of queries whose semaphore is acquired ahead
 
 
 class Descriptors(NamedTuple):
-    """Of what is read; ``stats`` are ``row_stats`` of ``hopper_prepare.py``."""
+    """Descriptors of the inputs; ``stats`` are ``row_stats`` of ``hopper_prepare.py``."""
 
     q: Any
     k: Any
@@ -93,7 +92,7 @@ class Descriptors(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Rings of what is read; ``stats`` come with ``q``, and have no barriers of their own."""
+    """Rings of the inputs; ``stats`` arrive at the barriers of ``q``."""
 
     q: Any
     stats: Any
@@ -103,13 +102,13 @@ class Rings(NamedTuple):
 
 
 @gluon.jit
-def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constexpr):
-    """What one warp does: take tiles from the list, and bring in their rows."""
+def _load(inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C: gl.constexpr):
+    """Producer warp: take tiles from the list, and load their rows."""
     if C.OVERLAP:
         wait_for_last_kernel()
     num_work = gl.load(tiles_ptr).to(gl.int32) * C.HK
-    # Which program takes a tile depends on time, and nothing on which program it is. All that are
-    # taken have begun: none waits for a program that has no multiprocessor yet.
+    # Programs take tiles from a counter once they run, so that none waits for a semaphore of a
+    # program that has not started. Results do not depend on which program takes a tile.
     work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
     n = work * 0
     step = work * 0
@@ -123,12 +122,12 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
         num_rows = gl.load(tile_ptr + 4).to(gl.int32)
         first_key = gl.load(kv_offsets_ptr + sample).to(gl.int32)
         number = (row - first_key) // C.BLOCK_N
-        slot = base // C.BLOCK_M + sample.to(gl.int32)
-        sum_slot = base // C.BLOCK_M + gl.minimum(sample.to(gl.int32), first_key // C.BLOCK_N)
-        tile = KeyTile(row, count, base, num_rows, kv_head, number, slot, sum_slot)
-        wait_empty(board, step)
-        tell(board.fields, step, tile, TILES)
-        give(board, step)
+        q_tile = base // C.BLOCK_M + sample.to(gl.int32)
+        accum_tile = base // C.BLOCK_M + gl.minimum(sample.to(gl.int32), first_key // C.BLOCK_N)
+        tile = KeyTile(row, count, base, num_rows, kv_head, number, q_tile, accum_tile)
+        wait_empty(queue, step)
+        store_fields(queue.fields, step, tile, TILES)
+        commit(queue, step)
         wait_empty(rings.k, step)
         fill(rings.k, step, inputs.k, row + count, count, kv_head)
         first, end = query_tiles(tile, window, C)
@@ -142,7 +141,7 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
                 stage = n % rings.stats.shape[0]
                 tma.async_copy_global_to_shared(
                     inputs.stats,
-                    [(slot + m) * C.H + head, 0],
+                    [(q_tile + m) * C.H + head, 0],
                     rings.q.full.index(stage),
                     rings.stats.index(stage),
                 )
@@ -158,15 +157,15 @@ def _load(inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
             fill(rings.v, step, inputs.v, row + count, count, kv_head)
         step += 1
         work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
-    wait_empty(board, step)
-    tell(board.fields, step, (work, work, work, work, -1, work, work, work), TILES)
-    give(board, step)
+    wait_empty(queue, step)
+    store_fields(queue.fields, step, (work, work, work, work, -1, work, work, work), TILES)
+    commit(queue, step)
 
 
 @gluon.jit
-def _multiply_weights(weights, n, k, zeros):
-    """Begin to multiply the ``n``-th gradients of scores with keys ``k``."""
-    ds = weights.tiles.index(n % WEIGHT_STAGES).permute((1, 0))
+def _multiply_ds(ds_ring, n, k, zeros):
+    """Issue the product of the ``n``-th tile of ds and keys ``k``."""
+    ds = ds_ring.tiles.index(n % DS_STAGES).permute((1, 0))
     return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
 
 
@@ -178,8 +177,8 @@ def _add_queries(
     v,
     k_tile,
     rings,
-    weights,
-    sums,
+    ds_ring,
+    accum,
     n,
     bounds,
     tile,
@@ -194,11 +193,10 @@ def _add_queries(
     C: gl.constexpr,
     WG: gl.constexpr,
 ):
-    """What tiles of queries give to a warpgroup's keys: ``first`` to ``end`` of ``bounds``.
+    """Add the terms of tiles ``first`` to ``end`` of queries to dk and dv of a warpgroup's keys.
 
-    Those from ``seeing_all`` to ``whole_end`` see all of these keys. (They have no loop of their
-    own: of the addresses of products in two loops, ptxas 12.8 makes some only on the way into the
-    first one.)
+    Tiles from ``seeing_all`` to ``whole_end`` see all of these keys and are not masked. They have
+    no separate loop: ptxas 12.8 miscompiles the addresses of products in two loops.
     """
     first, seeing_all, whole_end, end = bounds
     BLOCK_M: gl.constexpr = C.BLOCK_M
@@ -210,22 +208,22 @@ def _add_queries(
         k_slice = k_tile.slice(WG * BLOCK_M, BLOCK_M, dim=1)
     for m in range(first, end):
         q = read(rings.q, n)
-        if not C.OWN_WG:  # of the tile before: the other warpgroup has given its ds by now
+        if not C.OWN_WG:  # dq of the previous tile, whose ds of both warpgroups are complete
             if m > first:
-                wait_full(weights, n - 1)
-            dq = _multiply_weights(weights, n + (WEIGHT_STAGES - 1), k_slice, zeros)
+                wait_full(ds_ring, n - 1)
+            dq = _multiply_ds(ds_ring, n + (DS_STAGES - 1), k_slice, zeros)
         products = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if not C.OWN_WG:
             dq = warpgroup_mma_wait(1, deps=(dq,))
             if m > first:
-                release(weights, n - 1)
-                add_slice(sums, dq, m - 1, n - 1, tile, head, scale, C, WG)
+                release(ds_ring, n - 1)
+                add_slice(accum, dq, m - 1, n - 1, tile, head, scale, C, WG)
         if C.OWN_WG:
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         stat = rings.stats.index(n % rings.stats.shape[0])
         lse = stat.slice(0, BLOCK_M, dim=1).load(layout)
-        if C.BY_DISTANCE:  # rows beyond the sample keep their infinity, whatever the score
+        if C.BY_DISTANCE:  # rows beyond the sample keep an infinite log-sum-exp
             score = scores_by_distance(zero_ptr, diagonal - m * BLOCK_M, zeros)
             lse = gl.where(lse < float("inf"), lse - score, lse)
         products = warpgroup_mma_wait(1 if C.OWN_WG else 0, deps=(products,))
@@ -242,7 +240,7 @@ def _add_queries(
                     visible = visible & (i[None, :] - high < window)
             p = gl.where(visible, p, 0.0)
         if not C.OWN_WG:
-            p = p.to(dtype)  # registers for both would not do
+            p = p.to(dtype)  # fp32 would need too many registers
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         p_operand = as_operand(p, dtype)
@@ -250,10 +248,10 @@ def _add_queries(
         delta = stat.slice(BLOCK_M, BLOCK_M, dim=1).load(layout)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = (p.to(gl.float32) * (dp - delta)).to(dtype)
-        wait_empty(weights, n)
-        weights.tiles.index(n % WEIGHT_STAGES).slice(WG * WG_ROWS, WG_ROWS).store(ds)
+        wait_empty(ds_ring, n)
+        ds_ring.tiles.index(n % DS_STAGES).slice(WG * WG_ROWS, WG_ROWS).store(ds)
         fence_async_shared()
-        give(weights, n)
+        commit(ds_ring, n)
         ds_operand = gl.convert_layout(ds, gl.DotOperandLayout(0, layout, 2))
         acc_k = warpgroup_mma(ds_operand, q, acc_k, is_async=True)
         acc_v, p_operand = warpgroup_mma_wait(1, deps=(acc_v, p_operand))
@@ -262,17 +260,17 @@ def _add_queries(
         release(rings.q, n)
         n += 1
     if (not C.OWN_WG) and first < end:
-        wait_full(weights, n - 1)
-        dq = _multiply_weights(weights, n - 1, k_slice, zeros)
+        wait_full(ds_ring, n - 1)
+        dq = _multiply_ds(ds_ring, n - 1, k_slice, zeros)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        release(weights, n - 1)
-        add_slice(sums, dq, end - 1, n - 1, tile, head, scale, C, WG)
+        release(ds_ring, n - 1)
+        add_slice(accum, dq, end - 1, n - 1, tile, head, scale, C, WG)
     return acc_k, acc_v, n
 
 
 @gluon.jit
 def _store(outs, desc, value, end, remaining, head, WG: gl.constexpr):
-    """Write the rows of a warpgroup."""
+    """Store the rows of a warpgroup."""
     tma.store_wait(0)
     out = outs.index(WG)
     out.reshape(value.shape).store(value.to(outs.dtype))
@@ -282,8 +280,8 @@ def _store(outs, desc, value, end, remaining, head, WG: gl.constexpr):
 
 @gluon.jit
 def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
-    """What four warps do: gradients of their half of each tile's keys and values."""
-    grad_k_desc, grad_v_desc, rings, weights, sums, outs, board = operands
+    """Consumer warpgroup: dk and dv of its half of each tile of keys."""
+    grad_k_desc, grad_v_desc, rings, ds_ring, accum, outs, queue = operands
     by_distance_ptr, reach, window, factor, scale = scalars
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     by_width: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
@@ -291,7 +289,7 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
     r = (skipped + gl.arange(0, WG_ROWS, gl.SliceLayout(1, layout)))[:, None]
     step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, step)
+    tile = next_tile(queue, step)
     while tile.kv_head >= 0:
         row, count, num_rows = tile.row, tile.remaining, tile.num_rows
         first, end = query_tiles(tile, window, C)
@@ -317,7 +315,7 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
             head = tile.kv_head * (C.H // C.HK) + member
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
             acc_k, acc_v, n = _add_queries(
-                acc_k, acc_v, k, v, k_tile, rings, weights, sums, n,
+                acc_k, acc_v, k, v, k_tile, rings, ds_ring, accum, n,
                 (first, seeing_all, whole_end, end), tile, head, high, own, zero_ptr,
                 num_rows - count + skipped, window, factor, scale, C, WG,
             )  # fmt: skip
@@ -327,40 +325,40 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
             _store(outs, grad_v_desc, acc_v, row + count, count - skipped, tile.kv_head, WG)
             _store(outs, grad_k_desc, acc_k * scale, row + count, count - skipped, tile.kv_head, WG)
         step += 1
-        tile = next_tile(board, step)
+        tile = next_tile(queue, step)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _grad_of_queries(sums, keys, weights, board, window, scale, C: gl.constexpr):
-    """What four warps do: what a tile's keys give to the gradients of queries."""
+def _grad_of_queries(accum, keys, ds_ring, queue, window, scale, C: gl.constexpr):
+    """Consumer warpgroup: the terms of dq of each tile of keys."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     zeros = gl.zeros([C.BLOCK_M, C.BLOCK_D], gl.float32, layout)
     step = gl.to_tensor(0)
     n = gl.to_tensor(0)
-    tile = next_tile(board, step)
+    tile = next_tile(queue, step)
     while tile.kv_head >= 0:
         first, end = query_tiles(tile, window, C)
         k = read(keys, step)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
             for m in range(first, end):
-                wait_full(weights, n)
-                acc = _multiply_weights(weights, n, k, zeros)
+                wait_full(ds_ring, n)
+                acc = _multiply_ds(ds_ring, n, k, zeros)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                release(weights, n)
-                add_slice(sums, acc, m, n, tile, head, scale, C, 0)
+                release(ds_ring, n)
+                add_slice(accum, acc, m, n, tile, head, scale, C, 0)
                 n += 1
         release(keys, step)
         step += 1
-        tile = next_tile(board, step)
+        tile = next_tile(queue, step)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["reach", "window"])
 def backward_kernel(
-    sums_ptr,  # [tiles of queries of several tiles of keys, H, BLOCK_M · BLOCK_D] fp32
-    turns_ptr,  # [tiles of queries, H] int32, zeros
+    accum_ptr,  # [tiles of queries that see several tiles of keys, H, BLOCK_M · BLOCK_D] fp32
+    semaphores_ptr,  # [tiles of queries, H] int32, zeros
     q_desc,  # of [ΣLq, H, D], see jagged_rows
     k_desc,  # of [ΣLk, Hk, D]
     v_desc,  # of [ΣLk, Hk, Dv]
@@ -378,41 +376,41 @@ def backward_kernel(
     scale,
     C: gl.constexpr,  # HopperConstants
 ):
-    """Tiles of keys of one head, with all queries of their sample, until the list is done."""
+    """Gradients of the tiles of keys in the list, over all queries of their samples."""
     SLICES: gl.constexpr = C.BLOCK_D // 64
     queries = make_ring(q_desc, C.STAGES)
     grads = make_ring(grad_out_desc, C.STAGES)
     keys = make_ring(k_desc, C.KV_STAGES, 3 if C.OWN_WG else 2)
     values = make_ring(v_desc, C.KV_STAGES)
     stats = gl.allocate_shared_memory(gl.float32, [C.STAGES, 1, 2 * C.BLOCK_M], stats_desc.layout)
-    known, forgotten = make_barriers(TILES, 1, 6 if C.OWN_WG else 5)
+    queue_full, queue_empty = make_barriers(TILES, 1, 6 if C.OWN_WG else 5)
     fields = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    ds_full, ds_empty = make_barriers(WEIGHT_STAGES, 2, SLICES)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [WEIGHT_STAGES, C.BLOCK_N, C.BLOCK_M], swizzled)
-    granted = make_barriers(TURN_STAGES, 1, SLICES)
-    added = make_barriers(TURN_STAGES, SLICES, 1)
+    ds_full, ds_empty = make_barriers(DS_STAGES, 2, SLICES)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, C.BLOCK_N, C.BLOCK_M], swizzled)
+    acquired = make_barriers(SEMAPHORE_STAGES, 1, SLICES)
+    added = make_barriers(SEMAPHORE_STAGES, SLICES, 1)
     grad_shape: gl.constexpr = [SLICES] + grad_q_desc.block_type.shape  # noqa: RUF005
     grad_tile = gl.allocate_shared_memory(grad_q_desc.dtype, grad_shape, grad_q_desc.layout)
     shape: gl.constexpr = [2] + grad_k_desc.block_type.shape  # noqa: RUF005
     outs = gl.allocate_shared_memory(grad_k_desc.dtype, shape, grad_k_desc.layout)
     inputs = Descriptors(q_desc, k_desc, v_desc, grad_out_desc, stats_desc)
     rings = Rings(queries, stats, keys, values, grads)
-    board = Board(known, forgotten, fields)
-    weights = Ring(ds_full, ds_empty, ds)
-    sums = Sums(sums_ptr, granted, added, grad_tile, grad_q_desc, window)
-    of_keys = (grad_k_desc, grad_v_desc, rings, weights, sums, outs, board)
+    queue = KeyTileQueue(queue_full, queue_empty, fields)
+    ds_ring = Ring(ds_full, ds_empty, ds)
+    accum = DqAccumulator(accum_ptr, acquired, added, grad_tile, grad_q_desc, window)
+    of_keys = (grad_k_desc, grad_v_desc, rings, ds_ring, accum, outs, queue)
     scalars = (by_distance_ptr, reach, window, factor, scale)
     if C.OWN_WG:
         gl.warp_specialize(
             [
                 (_grad_of_keys, (of_keys, scalars, C, 0)),
                 (_grad_of_keys, (of_keys, scalars, C, 1)),
-                (_grad_of_queries, (sums, keys, weights, board, window, scale, C)),
-                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C)),
-                (await_turns, (turns_ptr, granted, board, window, C)),
-                (pass_turns, (turns_ptr, added, board, window, C, 0)),
-                (pass_turns, (turns_ptr, added, board, window, C, 1)),
+                (_grad_of_queries, (accum, keys, ds_ring, queue, window, scale, C)),
+                (_load, (inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C)),
+                (wait_semaphores, (semaphores_ptr, acquired, queue, window, C)),
+                (release_semaphores, (semaphores_ptr, added, queue, window, C, 0)),
+                (release_semaphores, (semaphores_ptr, added, queue, window, C, 1)),
             ],
             [4, 4, 1, 1, 1, 1],
             [208, 64, 32, 32, 32, 32],
@@ -422,10 +420,10 @@ def backward_kernel(
             [
                 (_grad_of_keys, (of_keys, scalars, C, 0)),
                 (_grad_of_keys, (of_keys, scalars, C, 1)),
-                (_load, (inputs, rings, board, tiles_ptr, kv_offsets_ptr, window, C)),
-                (await_turns, (turns_ptr, granted, board, window, C)),
-                (pass_turns, (turns_ptr, added, board, window, C, 0)),
-                (pass_turns, (turns_ptr, added, board, window, C, 1)),
+                (_load, (inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C)),
+                (wait_semaphores, (semaphores_ptr, acquired, queue, window, C)),
+                (release_semaphores, (semaphores_ptr, added, queue, window, C, 0)),
+                (release_semaphores, (semaphores_ptr, added, queue, window, C, 1)),
             ],
             [4, 1, 1, 1, 1],
             [240, 24, 24, 24, 24],
@@ -447,15 +445,15 @@ def backward(
     scale: float,
     constants: Constants,
 ) -> None:
-    """Write the gradients of the samples in the list of tiles, of keys.
+    """Write the gradients of the samples in the list of tiles of keys.
 
-    ``prepared`` comes from :func:`hopper_prepare.prepare`.
+    ``prepared`` is from :func:`hopper_prepare.prepare`.
     """
-    (q, k, v), (row_stats, turns), tiles = inputs, prepared, samples.tiles
+    (q, k, v), (row_stats, semaphores), tiles = inputs, prepared, samples.tiles
     H, HK, width = constants.H, constants.HK, constants.BLOCK_D
-    # Only samples of several tiles of keys have sums of several.
-    of_sums = q.shape[0] // BLOCK_M + min(samples.kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
-    sums = q.new_empty(of_sums * H, BLOCK_M * width, dtype=torch.float32)
+    # Samples with one tile of keys need no accumulator.
+    most_accum = q.shape[0] // BLOCK_M + min(samples.kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
+    accum = q.new_empty(most_accum * H, BLOCK_M * width, dtype=torch.float32)
     descriptors = (
         jagged_rows(q, BLOCK_M, width),
         jagged_rows(k, BLOCK_N, width),
@@ -467,14 +465,14 @@ def backward(
         jagged_rows(grads.v, WG_ROWS.value, width),
     )
     reach = 0 if by_distance is None else by_distance.shape[1] // 2
-    list_or_other = sums if by_distance is None else by_distance
+    list_or_other = accum if by_distance is None else by_distance
     num_work = (tiles.shape[0] - 1) * HK
     is_narrow = width == 64
     _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (
-            sums, turns, *descriptors, list_or_other, samples.kv_offsets, tiles, reach, window,
-            factor, scale,
+            accum, semaphores, *descriptors, list_or_other, samples.kv_offsets, tiles, reach,
+            window, factor, scale,
         ),
         constants.on_hopper(
             BLOCK_M=BLOCK_M,

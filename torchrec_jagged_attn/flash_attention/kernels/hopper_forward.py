@@ -1,17 +1,17 @@
 """Forward of jagged flash attention on Hopper, of half precision, in Gluon.
 
-It computes what ``general_forward.py`` does, as many FLOPs, without biases but that by distance
-(``distance_bias.py``). The floor is the rate of the tensor cores.
+It computes what ``general_forward.py`` does, with as many FLOPs; the only bias is that by distance
+(``distance_bias.py``). It is bound by the tensor cores.
 
-The kernel is persistent: a program stays on its multiprocessor and works on one tile of queries
-after the other. One warp only loads rows, ahead of two warpgroups of four warps. Each attends for
-half of a tile's queries. It multiplies the weights of one tile of keys with the values while it
-computes the weights of the next tile.
+As in FlashAttention-3, the kernel is persistent and warp-specialized: a program takes one tile of
+queries after the other, a producer warp loads rows, and two consumer warpgroups attend for half of
+the queries each. A warpgroup computes the scores of a tile of keys while it multiplies the weights
+of the previous one with its values.
 
-Tiles of keys that no query of a tile sees, being newer or beyond its window, are not loaded.
+Tiles of keys that no query of a tile sees are not loaded.
 
-The tensor memory accelerator copies rows. It knows where a sample ends: rows beyond that arrive as
-zeros and are never read from memory, and results beyond it are not written.
+The tensor memory accelerator copies boxes that end with their sample: rows beyond it are not read
+and arrive as zeros, and are not written.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from torchrec_jagged_attn.runtime.kernels.gluon import (
     as_operand,
     multiply_keys,
     next_tile,
-    tell,
+    store_fields,
     wait_for_last_kernel,
 )
 from torchrec_jagged_attn.runtime.kernels.tile_list import FIELDS
 from torchrec_jagged_attn.runtime.kernels.tma import (
+    commit,
     copy_out,
     fill,
-    give,
     jagged_rows,
     make_ring,
     read,
@@ -68,7 +68,7 @@ window_begin = gluon.jit(tiles.window_begin.fn)
 
 
 class Rings(NamedTuple):
-    """Rings of what is read, and ``fields``: where each tile of ``q`` lies, see ``next_tile``."""
+    """Rings of the inputs, and ``fields`` of each tile of ``q``, see ``next_tile``."""
 
     q: Any
     k: Any
@@ -77,12 +77,11 @@ class Rings(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are made of products.
+    """How scores are computed from products.
 
     Attributes:
-        zero_ptr: where the list of the head has the distance 0, see ``distance_bias.py``.
-        diagonal: the key that is as far from the last key as the warpgroup's first query is from
-            the last query.
+        zero_ptr: to the score of distance 0 in the head's list, see ``distance_bias.py``.
+        diagonal: the key on the diagonal of the warpgroup's first query, see ``QueryTile``.
         high: end of the keys that each query sees, a scalar or ``[WG_ROWS, 1]``.
         window: how many keys each query sees at most, or ``None``.
     """
@@ -96,7 +95,7 @@ class Scores(NamedTuple):
 
 @gluon.jit
 def _last_keys(count, num_keys, C: gl.constexpr):
-    """Where the last tile of keys begins that any query of a tile sees; the first one at least."""
+    """Begin of the last tile of keys that any query of a tile sees; the first tile at least."""
     seen_by_any = num_keys
     if C.CAUSAL:
         seen_by_any = gl.minimum(num_keys, num_keys - count + C.BLOCK_M)
@@ -105,7 +104,7 @@ def _last_keys(count, num_keys, C: gl.constexpr):
 
 @gluon.jit
 def _first_keys(count, num_keys, window, C: gl.constexpr):
-    """Where the first tile of keys begins that any query of a tile sees."""
+    """Begin of the first tile of keys that any query of a tile sees."""
     first = num_keys * 0
     if window is not None:
         first = window_begin(num_keys - count + 1, window) // C.BLOCK_N * C.BLOCK_N
@@ -114,7 +113,7 @@ def _first_keys(count, num_keys, window, C: gl.constexpr):
 
 @gluon.jit
 def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
-    """What one warp does: take tiles from the list, and bring in their rows."""
+    """Producer warp: take tiles from the list, and load their rows."""
     if C.OVERLAP:
         wait_for_last_kernel()
     num_work = gl.load(tiles_ptr).to(gl.int32) * C.H
@@ -128,10 +127,10 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
         count = gl.load(tile_ptr + 2).to(gl.int32)
         base = gl.load(tile_ptr + 3).to(gl.int32)
         num_keys = gl.load(tile_ptr + 4).to(gl.int32)
-        # Which program takes a tile depends on time, and nothing on which program it is.
+        # Results do not depend on which program takes a tile.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
         wait_empty(rings.q, step)
-        tell(rings.fields, step, (row, count, num_keys, head), C.STAGES)
+        store_fields(rings.fields, step, (row, count, num_keys, head), C.STAGES)
         fill(rings.q, step, q_desc, row + count, count, head)
         step += 1
         kv_head = head // (C.H // C.HK)
@@ -145,13 +144,13 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
             fill(rings.v, n, v_desc, end, remaining, kv_head)
             n += 1
     wait_empty(rings.q, step)
-    tell(rings.fields, step, (work, work, work, -1), C.STAGES)
-    give(rings.q, step)
+    store_fields(rings.fields, step, (work, work, work, -1), C.STAGES)
+    commit(rings.q, step)
 
 
 @gluon.jit
 def scores_by_distance(zero_ptr, first, scores):
-    """As :func:`distance_bias.scores_by_distance`, of as many rows and columns as ``scores``."""
+    """As :func:`distance_bias.scores_by_distance`, shaped as ``scores``."""
     layout: gl.constexpr = scores.type.layout
     i = gl.arange(0, scores.shape[0], gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -191,10 +190,10 @@ def _attend_to(
     C: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Attend to the tiles of keys before ``last``, from the later ones down to ``first``.
+    """Attend to the tiles of keys before ``last``, backwards down to ``first``.
 
     All rows see all of these keys unless ``MASKED``. ``p`` are the weights of tile ``n``, whose
-    values are added up here; what is returned are those of the tile ``first``.
+    values have not been added yet; the weights that are returned are those of the tile ``first``.
     """
     for start in range(last - C.BLOCK_N, first - 1, -C.BLOCK_N):
         products = multiply_keys(q, rings.k, n + 1)
@@ -214,8 +213,8 @@ def _attend_to(
 
 
 @gluon.jit
-def _leave_out(rings, n, num_tiles):
-    """Let tiles of keys and values pass that are only for the other warpgroup."""
+def _skip_tiles(rings, n, num_tiles):
+    """Release tiles of keys and values that only the other warpgroup needs."""
     for tile in range(num_tiles):
         wait_full(rings.k, n + tile)
         release(rings.k, n + tile)
@@ -238,7 +237,7 @@ def _attend(
     C: gl.constexpr,
     WG: gl.constexpr,
 ):
-    """What four warps do: attend for their half of each tile's queries."""
+    """Consumer warpgroup: attend for its half of each tile's queries."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     by_keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     by_values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
@@ -253,7 +252,7 @@ def _attend(
         first = _first_keys(count, num_keys, window, C)
         if count <= skipped:
             release(rings.q, step)
-            n = _leave_out(rings, n, (last - first) // BLOCK_N + 1)
+            n = _skip_tiles(rings, n, (last - first) // BLOCK_N + 1)
         else:
             high = num_keys
             seen_by_all = num_keys
@@ -324,7 +323,7 @@ def forward_kernel(
     factor,  # scale · log2(e), rounded once
     C: gl.constexpr,  # HopperConstants
 ):
-    """Tiles of queries of one head, over all keys of their sample, until the list is done."""
+    """Attend for the tiles of queries in the list, over all keys of their samples."""
     queries = make_ring(q_desc, C.STAGES)
     keys = make_ring(k_desc, C.STAGES)
     values = make_ring(v_desc, C.STAGES)

@@ -1,8 +1,8 @@
-"""What the backward of jagged flash attention on Hopper needs of queries, made beforehand.
+"""Preprocessing of the backward of jagged flash attention on Hopper.
 
 For each tile of BLOCK_M queries and head: the log-sum-exp of its rows and Σ_d grad_out · out, side
-by side, so that one copy brings both; and a turn of zero (``hopper_turns.py``). The kernel reads
-out and grad_out once, and writes eight bytes for each row and head.
+by side, so that one copy loads both; and a semaphore of zero (``hopper_dq_semaphores.py``). The
+kernel reads out and grad_out once, and writes eight bytes for each row and head.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 __all__ = ["BLOCK_M", "prepare"]
 
 BLOCK_M = 64  # queries of a tile
-PROGRAMS = 16  # to a multiprocessor
+PROGRAMS = 16  # per multiprocessor
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_slots"])
+@triton.jit(do_not_specialize=["num_samples", "num_tiles"])
 def prepare_kernel(
     outputs,  # arguments.FlashOutputs
-    grads,  # Gradients; zeros are written to ``q``, and ``delta`` if it is not None
+    grads,  # Gradients; ``q`` is set to zero where no key is seen, ``delta`` is written unless None
     prepared,  # Prepared
     samples,  # Samples, whose tiles are of keys
     num_samples,
-    num_slots,  # most tiles of queries
+    num_tiles,  # of queries, at most
     C: tl.constexpr,  # Constants
 ):
-    """``prepared`` of tiles of queries of one head; ``grads.q`` of those that see no key.
+    """Write ``prepared`` for tiles of queries of one head, and ``grads.q`` of those without keys.
 
-    If IS_SELF, nothing is done where no tile of keys is listed: no sample is without keys then.
+    If IS_SELF, no sample with queries is without keys: nothing is done if no tile is listed.
     """
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
-    num_work = num_slots * C.H
+    num_work = num_tiles * C.H
     if C.IS_SELF:
         num_work = tl.where(tl.load(samples.tiles) > 0, num_work, 0)
     work = tl.program_id(0)
     while work < num_work:
-        slot, head = work // C.H, work % C.H
-        sample, begin, end, start = find_tile(samples.q_offsets, num_samples, slot, 1, C.BLOCK_M)
+        q_tile, head = work // C.H, work % C.H
+        sample, begin, end, start = find_tile(samples.q_offsets, num_samples, q_tile, 1, C.BLOCK_M)
         kv_offsets_ptr = samples.kv_offsets + sample
         num_keys = tl.load(kv_offsets_ptr + 1) - tl.load(kv_offsets_ptr)
         row, count = begin + start, end - begin - start
@@ -60,7 +60,7 @@ def prepare_kernel(
             out = load_rows(outputs.out, row, count, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
             i = tl.arange(0, C.BLOCK_M)
             stat = (row + i) * C.H + head
-            # Rows beyond the sample get weights of zero.
+            # An infinite log-sum-exp makes the weights of rows beyond the sample zero.
             lse = tl.load(outputs.stats + stat, mask=i < count, other=float("inf"))
             delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
             ptrs = prepared.row_stats + work.to(tl.int64) * (2 * C.BLOCK_M) + i
@@ -68,7 +68,7 @@ def prepare_kernel(
             tl.store(ptrs + C.BLOCK_M, delta)
             if grads.delta is not None:
                 tl.store(grads.delta + stat, delta, mask=i < count)
-            tl.store(prepared.turns + work, 0)
+            tl.store(prepared.semaphores + work, 0)
             seen = num_keys
             if C.CAUSAL:
                 seen = tl.minimum(seen, num_keys - count + tl.minimum(count, C.BLOCK_M))
@@ -84,26 +84,26 @@ _prepare = Launcher(prepare_kernel)
 def prepare(
     outputs: FlashOutputs, grads: Gradients, samples: Samples, is_self: bool, plan: Plan
 ) -> Prepared:
-    """What :func:`hopper_backward.backward` needs.
+    """Statistics and semaphores for :func:`hopper_backward.backward`.
 
-    It also writes zeros into ``grads.q`` where a tile sees no key and, where there is a bias by
-    distance, ``grads.delta``.
+    It also sets ``grads.q`` to zero where no key is seen and, with a bias by distance, writes
+    ``grads.delta``.
 
-    Samples that the plan calls short are left out. If ``is_self``, all samples have as many queries
-    as keys. The kernel waits for the one before it, which must be that of the list of tiles.
+    Short samples are skipped. If ``is_self``, samples have as many queries as keys. The kernel
+    waits for the previous one, which must be that of the list of tiles.
     """
     num_queries, H, _ = grads.q.shape
     num_samples = samples.q_offsets.numel() - 1
-    num_slots = num_queries // BLOCK_M + num_samples
-    row_stats = outputs.stats.new_empty(num_slots * H, 2 * BLOCK_M)
-    turns = row_stats.new_empty(num_slots * H, dtype=torch.int32)
-    prepared = Prepared(row_stats, turns)
-    device = turns.device
+    num_tiles = num_queries // BLOCK_M + num_samples
+    row_stats = outputs.stats.new_empty(num_tiles * H, 2 * BLOCK_M)
+    semaphores = row_stats.new_empty(num_tiles * H, dtype=torch.int32)
+    prepared = Prepared(row_stats, semaphores)
+    device = semaphores.device
     _prepare(
-        (min(num_slots * H, PROGRAMS * devices.hopper_multiprocessors(device)),),
+        (min(num_tiles * H, PROGRAMS * devices.hopper_multiprocessors(device)),),
         (
             outputs, grads if plan.constants.R else grads._replace(delta=None), prepared, samples,
-            num_samples, num_slots,
+            num_samples, num_tiles,
         ),
         plan.constants.of_launch(
             SHORT=plan.most_short,

@@ -1,13 +1,13 @@
 """Jagged flash attention of short samples on Hopper, of half precision without biases, in Gluon.
 
-A program works on some (sample, head) items, one after the other, and computes all pairs of rows of
-an item at once, as ``general_short.py`` does. The tensor memory accelerator copies rows; it loads
-those of the next item while this one is computed. So the kernels are memory-bound: forward reads
-q, k, v and writes out; backward reads q, k, v, grad_out and writes three gradients. Backward needs
-nothing that forward kept. There is a kernel for each size of samples:
+A program works on several items (sample, head), one after the other, and computes all pairs of rows
+of an item at once, as ``general_short.py`` does. The tensor memory accelerator loads the rows of
+the next item during the computation. The kernels are memory-bound: forward reads q, k, v and writes
+out; backward reads q, k, v, grad_out and writes three gradients, and recomputes the statistics of
+forward. There is a kernel for each size of samples:
 
-    up to 32 rows    one warp, products of single warps (``mma``); half the tile up to 16 rows
-    33 to 64         four warps, products of a warpgroup (``wgmma``)
+    up to 32 rows    one warp, ``mma`` products; half the tile up to 16 rows
+    33 to 64         four warps, ``wgmma`` products
 
 Rows are 64 wide in shared memory: twice that would leave a single warp too few registers.
 """
@@ -51,7 +51,7 @@ from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
 __all__ = ["MOST_ROWS", "WIDTH", "backward", "forward"]
 
-MOST_ROWS = 64  # on both sides, of the samples that are taken
+MOST_ROWS = 64  # of a short sample, on both sides
 WIDTH = 64  # of rows in shared memory
 
 store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
@@ -64,7 +64,7 @@ class Item(NamedTuple):
     Attributes:
         q_end: end of the sample's queries, of which there are ``num_rows``.
         kv_end: end of its keys, of which there are ``num_keys``.
-        taken: whether this kernel computes it.
+        taken: whether this kernel, rather than that of another size, computes it.
     """
 
     q_end: Any
@@ -77,9 +77,10 @@ class Item(NamedTuple):
 
 @gluon.jit
 def _locate(item, end, samples, C: gl.constexpr, OF_KEYS: gl.constexpr):
-    """An item before ``end``.
+    """The :class:`Item` of index ``item``, if before ``end``.
 
-    Those of the kernel are samples of its size that have rows: of queries, or of either if OF_KEYS.
+    It is taken if its sample is of this kernel's size and not empty: if OF_KEYS, on either side,
+    else of queries.
     """
     at = gl.minimum(item, end - 1)
     sample = at // C.H
@@ -105,7 +106,7 @@ def _rows(tile, ROWS: gl.constexpr):
 
 @gluon.constexpr_function
 def _sums_layout(columns, warps):
-    """How a product lies in registers: of one warp, or of a warpgroup."""
+    """Layout of a product: of one warp, or of a warpgroup."""
     return products_by_warp(warps) if warps == 1 else products_by_warpgroup(columns, warps)
 
 
@@ -127,7 +128,7 @@ def _multiply(a, b):
 
 @gluon.jit
 def _multiply_weights(weights, b):
-    """``weights @ b`` of what is in registers, by queries and keys, and a tile in shared memory."""
+    """``weights @ b`` of weights in registers and a tile in shared memory."""
     M: gl.constexpr = weights.shape[0]
     N: gl.constexpr = b.shape[1]
     layout: gl.constexpr = _sums_layout(N, gl.num_warps())
@@ -143,10 +144,10 @@ def _multiply_weights(weights, b):
 
 @gluon.jit
 def _softmax(products, factor, visible):
-    """Weights of the softmax before they are divided by their totals; maxima, totals.
+    """``(weights, maximum, total)``: weights are not yet divided by their totals.
 
-    As :func:`tiles.online_softmax` of the first tile. ``factor`` is not zero, so that what
-    is hidden gets no weight.
+    As :func:`tiles.online_softmax` of the first tile. ``factor`` must not be zero: with it, a
+    masked score of ``-inf`` would be NaN.
     """
     tops = gl.where(visible, products, -float("inf"))
     top = gl.max(tops, 1)
@@ -158,7 +159,7 @@ def _softmax(products, factor, visible):
 
 @gluon.jit
 def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr):
-    """Which keys each query sees; none where there is no such query, for gradients OF_KEYS."""
+    """Mask of the keys that each query sees; if OF_KEYS, also of queries beyond the sample."""
     ROWS: gl.constexpr = products.shape[0]
     j = gl.arange(0, ROWS, gl.SliceLayout(0, products.type.layout))[None, :]
     high = num_keys
@@ -178,7 +179,7 @@ def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, OF_KEYS
 
 @gluon.jit
 def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C: gl.constexpr):
-    """Begin to copy what an item is to be attended by, if it is taken."""
+    """Start to copy an item's queries and keys, if it is taken."""
     q_end, num_rows, kv_end, num_keys, head, taken = item
     if taken:
         barrier = barriers.index(0)
@@ -189,7 +190,7 @@ def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C: gl.constexp
 
 @gluon.jit
 def _read_values(v_desc, tiles, barriers, item, C: gl.constexpr):
-    """Begin to copy an item's values, if it is taken."""
+    """Start to copy an item's values, if it is taken."""
     _, _, kv_end, num_keys, head, taken = item
     if taken:
         barrier = barriers.index(1)
@@ -199,9 +200,9 @@ def _read_values(v_desc, tiles, barriers, item, C: gl.constexpr):
 
 @gluon.jit
 def _attend(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
-    """Attend for an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
+    """Attend for an item of at most ROWS rows, the ``step``-th that is taken.
 
-    Those of the ``following`` one are copied as soon as there is room.
+    The rows of the ``following`` item are copied as soon as their buffers are free.
     """
     q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, numbers = operands
     num_stats, window, factor = numbers
@@ -244,7 +245,7 @@ def forward_kernel(
     factor,  # scale · log2(e), rounded once
     C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
 ):
-    """Each head of samples of up to BLOCK_M rows; of more than half of that unless HALVES."""
+    """Attend for samples of up to BLOCK_M rows, and of more than half of that unless HALVES."""
     if C.OVERLAP:
         launch_dependents()
     shape: gl.constexpr = [3] + q_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
@@ -286,9 +287,10 @@ def forward_kernel(
 
 @gluon.jit
 def _read_all(inputs, tiles, barriers, stage, item, C: gl.constexpr):
-    """Begin to copy the rows of an item into the tiles of a stage, if it is taken.
+    """Start to copy the rows of an item into the tiles of a stage, if it is taken.
 
-    None of a side to which there is no other: what is infinite there has a gradient of zero, too.
+    If one side is empty, the rows of the other are read as zeros, so that infinite values there do
+    not make its gradient NaN.
     """
     q_desc, k_desc, v_desc, grad_out_desc = inputs
     kv_head = item.head // (C.H // C.HK)
@@ -304,8 +306,8 @@ def _read_all(inputs, tiles, barriers, stage, item, C: gl.constexpr):
 
 
 @gluon.jit
-def _add_up(sums, grad, member, MEMBERS: gl.constexpr):
-    """``grad``, and what the heads before this one give to the same keys."""
+def _add_heads(sums, grad, member, MEMBERS: gl.constexpr):
+    """``grad`` plus the sum of previous heads of the same keys, kept in ``sums``."""
     if MEMBERS > 1:
         sums = sums.slice(0, grad.shape[0])
         if member > 0:
@@ -316,9 +318,9 @@ def _add_up(sums, grad, member, MEMBERS: gl.constexpr):
 
 @gluon.jit
 def _differentiate(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
-    """Gradients of an item of at most ROWS rows, whose rows are the ``step``-th to be copied.
+    """Gradients of an item of at most ROWS rows, the ``step``-th that is taken.
 
-    They leave from where the rows were, as soon as these are not needed.
+    They are copied out from the buffers of the rows, once these have been used.
     """
     inputs, grads, tiles, weights, sums, barriers, window, factor, scale = operands
     grad_q_desc, grad_k_desc, grad_v_desc = grads
@@ -339,7 +341,7 @@ def _differentiate(operands, item, following, step, C: gl.constexpr, ROWS: gl.co
     visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, True)
     p, _, total = _softmax(products, factor, visible)
     inverse = 1.0 / gl.where(total != 0, total, 1.0)
-    # From the largest on: exact where a single key is visible.
+    # The mean relative to the largest: exact if a single key is visible.
     largest = gl.max(gl.where(visible, dp, -float("inf")), 1)
     largest = gl.where(largest == -float("inf"), 0.0, largest)
     delta = largest + gl.sum(p * (dp - largest[:, None]), 1) * inverse
@@ -354,13 +356,13 @@ def _differentiate(operands, item, following, step, C: gl.constexpr, ROWS: gl.co
     thread_barrier()
     member = head % MEMBERS
     grad_v = _multiply(p_rows.permute((1, 0)), grad_out)
-    v.store(_add_up(sums.index(0), grad_v, member, MEMBERS).to(tiles.dtype))
+    v.store(_add_heads(sums.index(0), grad_v, member, MEMBERS).to(tiles.dtype))
     grad_q = _multiply_weights(ds, k)
     if gl.num_warps() > 1:
         thread_barrier()
     grad_out.store((grad_q * scale).to(tiles.dtype))
     grad_k = _multiply(ds_rows.permute((1, 0)), q)
-    k.store((_add_up(sums.index(1), grad_k, member, MEMBERS) * scale).to(tiles.dtype))
+    k.store((_add_heads(sums.index(1), grad_k, member, MEMBERS) * scale).to(tiles.dtype))
     fence_async_shared()
     thread_barrier()
     copy_out(grad_q_desc, q_end, num_rows, head, grad_out_tile)
@@ -389,9 +391,9 @@ def backward_kernel(
     scale,
     C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
 ):
-    """Each head of samples of up to BLOCK_M rows; of more than half of that unless HALVES.
+    """Gradients of samples of up to BLOCK_M rows, and of more than half of that unless HALVES.
 
-    Heads that share their keys are taken one after the other by one program.
+    One program computes the heads that share keys, one after the other.
     """
     if C.OVERLAP:
         launch_dependents()
@@ -400,7 +402,7 @@ def backward_kernel(
     tiles = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
     square: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2)
     weights = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK, BLOCK], square)
-    sums = weights  # which go to nobody else
+    sums = weights  # not read: no heads share keys
     if C.H > C.HK:
         swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
         sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK, C.BLOCK_D], swizzled)
@@ -427,7 +429,7 @@ def backward_kernel(
             else:
                 _differentiate(operands, item, following, step, C, BLOCK)
             step += 1
-        else:  # where nothing has been read, and what is to be written has left
+        else:  # the buffers of this stage are free: their stores have completed
             _read_all(inputs, tiles, barriers, step % C.STAGES, following, C)
         item = following
     tma.store_wait(0)
@@ -435,7 +437,7 @@ def backward_kernel(
         wait_for_last_kernel()
 
 
-# Sizes of samples, the longest first, and what was fastest for each on an H200.
+# Constants and options by the most rows of a sample, the fastest on an H200.
 _FORWARD = {
     64: {"HALVES": False, "ITEMS": 2, "num_warps": 4, "maxnreg": 80},
     32: {"HALVES": True, "ITEMS": 2, "num_warps": 1, "maxnreg": 152},
@@ -444,8 +446,8 @@ _BACKWARD = {
     64: {"HALVES": False, "ITEMS": 4, "STAGES": 1, "num_warps": 4},
     32: {"HALVES": True, "ITEMS": 4, "STAGES": 2, "num_warps": 1},
 }
-# With fewer rows a sample, most have up to 32. The kernel for longer ones passes those by, many to
-# a program.
+# With fewer rows per sample in the mean, the kernel of longer samples takes more items a program,
+# since it skips most.
 FEW_MEAN_ROWS = 24
 ITEMS_OF_FEW = 16
 _launch_forward = Launcher(forward_kernel)
@@ -453,7 +455,7 @@ _launch_backward = Launcher(backward_kernel)
 
 
 def _sizes(direction: dict[int, dict], num_rows: int, num_samples: int) -> list[tuple[int, dict]]:
-    """Sizes of samples and compile-time arguments of their kernels, by the rows of the batch."""
+    """``direction`` as a list, with ITEMS adapted to the mean number of rows per sample."""
     sizes = dict(direction)
     if num_rows < FEW_MEAN_ROWS * num_samples:
         sizes[MOST_ROWS] = sizes[MOST_ROWS] | {"ITEMS": ITEMS_OF_FEW}
@@ -475,7 +477,7 @@ def forward(
     overlap = overlap_options(devices.launches_overlap(q.device))
     for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):
         if window is not None and block == MOST_ROWS:
-            options = options | {"maxnreg": options["maxnreg"] + 16}  # for its mask
+            options = options | {"maxnreg": options["maxnreg"] + 16}  # for the mask of the window
         _launch_forward(
             (triton.cdiv(num_items, options["ITEMS"]),),
             (
@@ -499,7 +501,7 @@ def backward(
     q, k, _ = inputs
     num_samples = samples.q_offsets.numel() - 1
     num_items = num_samples * constants.H
-    members = constants.H // constants.HK  # heads that share keys, which stay together
+    members = constants.H // constants.HK  # heads that share keys
     overlap = overlap_options(devices.launches_overlap(q.device))
     for block, options in _sizes(_BACKWARD, max(q.shape[0], k.shape[0]), num_samples):
         items = triton.cdiv(options["ITEMS"], members) * members

@@ -1,8 +1,8 @@
-"""Records that the kernels of flash attention take, each thing with its shape once.
+"""Records of arguments of the kernels of flash attention, with their shapes.
 
-Query rows are ``Lq`` of a sample and ``ΣLq`` of all, key rows ``Lk`` and ``ΣLk``; ``H`` heads of
-queries, ``Hk`` of keys. Pointers are ``None`` where there is nothing, or a kernel does not use
-it. What the op returns is ``arguments.FlashOutputs``.
+A sample has ``Lq`` query rows and ``Lk`` key rows, all samples ``ΣLq`` and ``ΣLk``; ``H`` heads of
+queries, ``Hk`` of keys. Pointers are ``None`` if they are absent, or if a kernel does not use them.
+Outputs are ``arguments.FlashOutputs``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; ``None`` where it does not use it."""
+    """Compile-time constants of a kernel; ``None`` if it does not use them."""
 
     H: int  # heads of queries
     HK: int  # heads of keys and values
@@ -30,8 +30,8 @@ class Constants(NamedTuple):
     DV: int  # width of values
     BLOCK_D: int  # columns of a tile
     CAUSAL: bool
-    NEGATIVE: bool  # whether the scale is
-    EXACT: bool  # whether statistics are those of fp32, see ``tiles.store_softmax_stats``
+    NEGATIVE: bool  # whether the scale is negative
+    EXACT: bool  # whether statistics are kept exactly, see ``tiles.store_softmax_stats``
     PRECISION: str  # of products, see ``matmul.product_precision``
     P: int = 0  # buckets of positions
     A: int = 0  # buckets of ages
@@ -45,23 +45,23 @@ class Constants(NamedTuple):
     GRAD_V_STRIDE: int | None = None
     BLOCK_M: int | None = None  # queries of a tile
     BLOCK_N: int | None = None  # keys of a tile
-    BLOCKS_R: int | None = None  # of 16 buckets of distances
-    SHORT: int = 0  # most rows of samples that others take
+    BLOCKS_R: int | None = None  # blocks of 16 buckets of distances
+    SHORT: int = 0  # samples of up to so many rows are skipped
     IS_SELF: bool = False  # whether samples have as many queries as keys
     OVERLAP: bool = False  # whether launches overlap
 
     def of_launch(self, **values: Any) -> dict[str, Any]:
-        """As a launch takes them: ``values`` in capitals are constants, others its options."""
+        """Arguments of a launch: ``values`` in capitals are constants, the others its options."""
         return _of_launch(self, values)
 
     def on_hopper(self, **values: Any) -> dict[str, Any]:
-        """As a launch of a kernel in Gluon takes them, see :meth:`of_launch`."""
+        """Arguments of a launch of a Gluon kernel, see :meth:`of_launch`."""
         constants = HopperConstants(self.H, self.HK, self.CAUSAL, self.BLOCK_D, self.R > 0)
         return _of_launch(constants, values)
 
 
 class HopperConstants(NamedTuple):
-    """What a kernel in Gluon is compiled for; descriptors have the widths and strides of rows."""
+    """Compile-time constants of a Gluon kernel; descriptors have the widths and strides of rows."""
 
     H: int  # heads of queries
     HK: int  # heads of keys and values
@@ -71,10 +71,10 @@ class HopperConstants(NamedTuple):
     BLOCK_M: int | None = None  # queries of a tile
     BLOCK_N: int | None = None  # keys of a tile
     STAGES: int | None = None  # tiles in shared memory; in backward, of queries
-    KV_STAGES: int | None = None  # of keys, in backward
-    OWN_WG: bool = False  # whether the gradient of queries has a warpgroup of its own
-    HALVES: bool = False  # whether samples of up to half a tile are computed as such
-    ITEMS: int | None = None  # heads of samples that a program computes
+    KV_STAGES: int | None = None  # tiles of keys in shared memory, in backward
+    OWN_WG: bool = False  # whether a third warpgroup computes dq
+    HALVES: bool = False  # whether samples of up to half a tile use half a tile
+    ITEMS: int | None = None  # (sample, head) pairs of a program
     OVERLAP: bool = False  # whether launches overlap
 
 
@@ -85,7 +85,7 @@ def _of_launch(constants: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Inputs(NamedTuple):
-    """Rows that attend and are attended to, as far apart as strides of :class:`Constants` say.
+    """Queries, keys and values, with the row strides of :class:`Constants`.
 
     Attributes:
         q: ``[ΣLq, H, D]``.
@@ -99,7 +99,7 @@ class Inputs(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to scores, and what is dropped; the first nine as in ``arguments.Biases``.
+    """Biases of scores, and dropout; the first nine fields are those of ``arguments.Biases``.
 
     Attributes:
         by_distance: ``[H, 2 · reach]`` fp32, see ``distance_bias.py``.
@@ -118,7 +118,7 @@ class Biases(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Where the rows of samples lie.
+    """Offsets of samples.
 
     Attributes:
         q_offsets: ``[B + 1]``.
@@ -132,15 +132,15 @@ class Samples(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward reads and writes.
+    """Gradients: that of the output is read, the others are written.
 
     Attributes:
         out: ``[ΣLq, H, Dv]``, read.
-        delta: ``[ΣLq, H]`` fp32, Σ_d grad_out · out: written beside ``q``, then read.
+        delta: ``[ΣLq, H]`` fp32, Σ_d grad_out · out: written with ``q``, then read.
         q: ``[ΣLq, H, D]``.
         k: ``[ΣLk, Hk, D]``, rows GRAD_K_STRIDE apart.
         v: ``[ΣLk, Hk, Dv]``, rows GRAD_V_STRIDE apart.
-        bias: ``[ΣLk, H]``; of prior weights those of their logarithms, fp32.
+        bias: ``[ΣLk, H]``; with prior weights, fp32 gradients of their logarithms.
         tables: ``[tiles of keys, P + A, H]`` fp32.
         relative: ``[tiles of queries, H, R]`` fp32.
     """
@@ -156,23 +156,23 @@ class Gradients(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What backward on Hopper needs of each tile of queries and head, see ``hopper_prepare.py``.
+    """Inputs of the backward on Hopper for each tile of queries and head: ``hopper_prepare.py``.
 
     Attributes:
         row_stats: ``[tiles of queries · H, 2 · BLOCK_M]`` fp32: log-sum-exp, Σ_d grad_out · out.
-        turns: ``[tiles of queries · H]`` int32, zeros.
+        semaphores: ``[tiles of queries · H]`` int32, zeros: see ``hopper_dq_semaphores.py``.
     """
 
     row_stats: Any
-    turns: Any
+    semaphores: Any
 
 
 class Arguments(NamedTuple):
-    """What a kernel was given, for the functions that it calls.
+    """The arguments of a kernel, for the functions that it calls.
 
     Attributes:
-        num_stats: numbers of each of the two statistics.
-        reach: half the length of the list by distance.
+        num_stats: elements of each of the two statistics.
+        reach: half the length of ``by_distance``.
         window: how many keys each query sees at most; ``None`` for all.
         factor: ``|scale| · log2(e)``, rounded once.
     """

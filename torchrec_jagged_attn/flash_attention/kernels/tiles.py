@@ -1,4 +1,4 @@
-"""What the general kernels of jagged flash attention share: rows, biases, softmax."""
+"""Helpers of the general kernels of jagged flash attention: rows, masks, biases, softmax."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class QueryTile(NamedTuple):
 
     Attributes:
         row: first query of the tile.
-        count: queries that the sample has from there on.
+        count: number of queries of the sample from there on.
         base: first key of the sample.
         high: end of the keys that each query sees, a scalar or ``[BLOCK_M, 1]``.
-        diagonal: the key that is as far from the last key as the tile's first query is from the
-            last query.
+        diagonal: the key on the causal diagonal of the tile's first query: as far from the last key
+            as that query is from the last query.
         draws: ``[BLOCK_M]``, see ``query_draws``.
     """
 
@@ -79,7 +79,7 @@ def locate_queries(args, C: tl.constexpr):
 
 @triton.jit
 def seen_keys(tile, C: tl.constexpr):
-    """How many keys all queries of a tile see, and how many any of them does."""
+    """The end of the keys that all queries of a tile see, and of those that any of them sees."""
     by_all, by_any = tile.num_keys, tile.num_keys
     if C.CAUSAL:
         by_all = tl.maximum(tl.minimum(by_all, by_all - tile.count + 1), 0)
@@ -89,14 +89,14 @@ def seen_keys(tile, C: tl.constexpr):
 
 @triton.jit
 def window_begin(end, window):
-    """The oldest key that a query sees whose newest is the one before ``end``; zero at least."""
+    """The first key that a query sees if the last one is ``end - 1``; at least 0."""
     return tl.maximum(end, window) - window
 
 
 @triton.jit
 def seen_from(window, tile, C: tl.constexpr):
-    """Where the first tile begins that any query of a tile sees, and the first that no query's
-    window cuts.
+    """Begin of the first tile of keys that any query of a tile sees, and of the first that no
+    query's window cuts.
     """
     by_any, by_last = tile.num_keys * 0, tile.num_keys * 0
     if window is not None:
@@ -118,9 +118,8 @@ def load_rows(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr = True,
 ):
-    """``[BLOCK, BLOCK_D]``: a head's rows from ``row`` on, ``D`` wide, else zeros.
-
-    Where ``MASKED``, there are ``count`` rows; else as many as the tile has.
+    """``[BLOCK, BLOCK_D]``: a head's rows from ``row`` on, with zeros beyond ``D`` and, if
+    ``MASKED``, from row ``count`` on.
     """
     r = tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -180,7 +179,7 @@ def load_values(v_ptr, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True
 
 @triton.jit
 def seen_pairs(window, tile, j):
-    """Which of the keys ``j`` each query sees, whatever their biases."""
+    """Mask of the keys ``j`` that each query sees by causality and window."""
     seen = j < tile.high
     if window is not None:
         seen = seen & (j >= window_begin(tile.high, window))
@@ -189,9 +188,9 @@ def seen_pairs(window, tile, j):
 
 @triton.jit
 def key_bias(args, tile, start, C: tl.constexpr):
-    """Biases of the keys from ``start`` on for a tile of queries, and which keys these see.
+    """Biases of the keys from ``start`` on for a tile of queries, and the mask of visible keys.
 
-    The biases are times log2(e), as the scores are. A bias of ``-inf`` hides its key.
+    The biases include the factor log2(e) of the scores. A bias of ``-inf`` masks its key.
     """
     j = start + tl.arange(0, C.BLOCK_N)[None, :]
     visible = seen_pairs(args.window, tile, j)
@@ -224,8 +223,9 @@ def online_softmax(
 ):
     """One step of the online softmax over axis 1, of ``products · factor + bias``.
 
-    As :func:`common.online_softmax_update`, where ``factor`` is not negative and all that is not
-    ``visible`` is said to be so by ``MASKED``: the maximum is then that of the products.
+    As :func:`online_softmax_update` of ``runtime/kernels/softmax.py``, but ``factor`` must not be
+    negative, so that without a bias the maximum is that of the products; and ``visible`` is read
+    only if ``MASKED``.
     """
     tops = products * factor + bias if BIASED else products
     if MASKED:
@@ -256,9 +256,9 @@ def drop_pairs(x, args, tile, start, C: tl.constexpr):
 
 @triton.jit
 def store_softmax_stats(stats_ptr, num_stats, rows, mask, maximum, total, EXACT: tl.constexpr):
-    """:func:`common.store_stats`; unless ``EXACT``, of the log-sum-exp and a total of one.
+    """:func:`store_stats`; unless ``EXACT``, of the log-sum-exp and a total of one.
 
-    The logarithm is rounded by more than the sum is, but saves backward a product for each weight.
+    The log-sum-exp is less exact, but saves backward a multiplication per weight.
     """
     if not EXACT:
         seen = total != 0
@@ -269,9 +269,10 @@ def store_softmax_stats(stats_ptr, num_stats, rows, mask, maximum, total, EXACT:
 
 @triton.jit
 def load_softmax_stats(args, rows, mask, C: tl.constexpr, MASKED: tl.constexpr = True):
-    """What :func:`softmax_of_stats` needs of ``rows``: ``(maximum, inverse)``.
+    """``(maximum, inverse)`` of ``rows``, for :func:`softmax_of_stats`.
 
-    Their weights do not overflow where masked, and the second is read only if EXACT.
+    Masked rows have an infinite maximum, so that weights do not overflow. The inverse is read only
+    if EXACT.
     """
     stats_ptr = args.outputs.stats
     if MASKED:
@@ -297,9 +298,9 @@ def softmax_of_stats(
     C: tl.constexpr,
     MASKED: tl.constexpr = True,
 ):
-    """Weights of the softmax of the same scores, from their statistics, shaped to go with them.
+    """Weights of the softmax, recomputed from scores and their statistics, which broadcast.
 
-    Unless EXACT, ``inverse`` is not read, since it is one where anything is visible.
+    Unless EXACT, ``inverse`` is not read: it is one.
     """
     if C.BIASED:
         weights = tl.exp2(products * factor + (bias - maximum))

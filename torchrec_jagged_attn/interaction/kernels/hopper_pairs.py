@@ -2,19 +2,18 @@
 
     out_b [Lx, Ly] = x_b · y_bᵀ                 2·D·Lx·Ly FLOPs, 2·Lx·Ly bytes written
 
-so that writing is most of the work. Programs are persistent: each takes one tile of BLOCK_M rows of
-x after the other. One warp is the producer: it does nothing but load rows, by the tensor memory
-accelerator. Two warpgroups are the consumers: each keeps half of the rows of x in registers, and
-multiplies them with all tiles of y.
+The kernel is bound by writing. It is persistent and warp-specialized: a program takes one tile of
+BLOCK_M rows of x after the other. A producer warp loads rows with the tensor memory accelerator;
+two consumer warpgroups hold half of the rows of x each in registers, and multiply them with all
+tiles of y.
 
-A row of the output may begin at any element, but vectors of 16 bytes are fastest to write. So a
-warpgroup shifts its result by up to seven columns, to the next multiple of 16 bytes, and writes
-vectors. Tiles of y overlap by eight columns: what is shifted out of one tile belongs to the first
-vector of the next. At either end of a row, up to seven elements fill no vector, and are written one
-by one. They come from products of their own, with the sample's first and last eight rows of y:
-there a thread holds four elements, and four neighbouring threads hold a row.
+Rows of the output begin at any element, but stores should be aligned vectors of 16 bytes. So a
+warpgroup shifts its tile by up to seven columns, to the next multiple of 16 bytes. Tiles of y
+overlap by eight columns: elements shifted out of one tile are in the first vector of the next. At
+either end of a row, up to seven elements fill no vector and are stored one by one, from separate
+products with the sample's first and last eight rows of y.
 
-Every element is a sum over D in one order, whichever product it is taken from.
+The order of sums over D is the same in all products.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from torchrec_jagged_attn.runtime.kernels.gluon import (
     multiply_keys,
     next_tile,
     products_by_warpgroup,
-    tell,
+    store_fields,
     thread_barrier,
     wait_for_last_kernel,
 )
 from torchrec_jagged_attn.runtime.kernels.matmul import padded_width
 from torchrec_jagged_attn.runtime.kernels.tile_list import FIELDS, list_tiles, most_tiles
 from torchrec_jagged_attn.runtime.kernels.tma import (
+    commit,
     fill,
-    give,
     jagged_rows,
     make_ring,
     release,
@@ -53,15 +52,15 @@ from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
 __all__ = ["pair_bmm"]
 
-BLOCK_M = 128  # rows of x of a tile, half of them of each warpgroup
+BLOCK_M = 128  # rows of x of a tile, half of them for each warpgroup
 BLOCK_N = 128  # rows of y of a tile
 STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory
 VECTOR = gl.constexpr(8)  # elements of 16 bytes
-# An index of 61 bits is told as two numbers: its multiple of 2^30, and what is below.
+# An index of 61 bits is passed as two int32: its quotient and remainder by 2^30.
 LOW = gl.constexpr(2**30)
 
-# $0 to $3: the elements from the (8 - $8)-th on of the eight of the lane before this one and the
-# eight of this one, $4 to $7; $8 is 0 to 7 ($9 to $15 are the same).
+# A lane has eight elements in $4 to $7. $0 to $3 are eight elements of the previous lane's and its
+# own, from the (8 - $8)-th on; $8 is 0 to 7 ($9 to $15 are the same).
 SHIFT = gl.constexpr("""{
     .reg .pred p, q;
     .reg .b32 a<4>, b<6>, c<5>, bits, left;
@@ -96,11 +95,11 @@ OPERANDS = gl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 12)
 
 
 class Rings(NamedTuple):
-    """Rings of tiles that are read.
+    """Rings of the inputs.
 
     Attributes:
-        ends: the first and the last eight rows of y, two tiles of each sample.
-        fields: where each tile of x lies, see ``next_tile``.
+        ends: the first and the last eight rows of y, two tiles per tile of x.
+        fields: of each tile of x, see ``next_tile``.
     """
 
     x: Any
@@ -111,10 +110,10 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def shift_columns(tile, count):
-    """Move the elements of each row to the right by ``count`` (0 to 7, ``[rows, columns]``).
+    """Shift the elements of each row to the right by ``count`` (0 to 7, ``[rows, columns]``).
 
-    A thread has eight columns, and the lane before it the eight before these. The first ones of a
-    row become anything.
+    A thread has eight columns, the previous lane the eight before these. The first columns of a row
+    become arbitrary.
     """
     return gl.inline_asm_elementwise(
         SHIFT, OPERANDS, [tile, count], dtype=tile.dtype, is_pure=False, pack=VECTOR
@@ -123,7 +122,7 @@ def shift_columns(tile, count):
 
 @gluon.jit
 def _num_tiles(num_n, BLOCK_N: gl.constexpr):
-    """How many tiles of ``num_n`` rows of y there are: all but the first have eight again."""
+    """Tiles of ``num_n`` rows of y, which overlap by eight rows."""
     remaining = gl.maximum(num_n - VECTOR, 1)
     return gl.where(num_n >= VECTOR, gl.cdiv(remaining, BLOCK_N - VECTOR), 0)
 
@@ -133,7 +132,7 @@ def _load(
     x_desc, y_desc, ends_desc, rings, tiles_ptr, x_offsets_ptr, pair_offsets_ptr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """What one warp does: take tiles from the list, and bring in their rows."""
+    """Producer warp: take tiles from the list, and load their rows."""
     xs, ys, ends = rings.x, rings.y, rings.ends
     STAGES: gl.constexpr = xs.full.shape[0]
     BLOCK_N: gl.constexpr = ys.tiles.shape[3]
@@ -149,7 +148,7 @@ def _load(
         count = gl.load(tile_ptr + 2).to(gl.int32)
         base = gl.load(tile_ptr + 3).to(gl.int32)
         num_n = gl.load(tile_ptr + 4).to(gl.int32)
-        # Which program takes a tile depends on time, and nothing on which program it is.
+        # Results do not depend on which program takes a tile.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1, sem="relaxed").to(gl.int32)
         before = row - gl.load(x_offsets_ptr + sample).to(gl.int64)
         first = gl.load(pair_offsets_ptr + sample) + before * num_n
@@ -157,7 +156,9 @@ def _load(
         low = first - high * LOW
         y_end = base + num_n
         wait_empty(xs, step)
-        tell(rings.fields, step, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES)
+        store_fields(
+            rings.fields, step, (count, num_n, low.to(gl.int32), high.to(gl.int32)), STAGES
+        )
         fill(xs, step, x_desc, row.to(gl.int32) + count, count, 0)
         wait_empty(ends, 2 * step)
         fill(ends, 2 * step, ends_desc, y_end, num_n, 0)
@@ -169,13 +170,13 @@ def _load(
             fill(ys, n, y_desc, y_end, num_n - tile * (BLOCK_N - VECTOR), 0)
             n += 1
     wait_empty(xs, step)
-    tell(rings.fields, step, (work, work, work, -1), STAGES)
-    give(xs, step)
+    store_fields(rings.fields, step, (work, work, work, -1), STAGES)
+    commit(xs, step)
 
 
 @gluon.constexpr_function
 def _vectors_layout(columns):
-    """How rows that are written by 16 bytes lie in registers, of the warp that has them there."""
+    """Layout of rows for stores of 16 bytes, with the same rows per warp as ``wgmma`` results."""
     lanes = columns // 8
     rows = 32 // lanes
     return gl.BlockedLayout([16 // rows, 8], [rows, lanes], [4, 1], [1, 0])
@@ -183,8 +184,8 @@ def _vectors_layout(columns):
 
 @gluon.jit
 def _locate_rows(first, num_n, skipped, layout: gl.constexpr):
-    """``(r, begin, shift)`` of a warpgroup's rows: their numbers in the tile, and where they begin
-    in the output, ``shift`` elements (0 to 7) after the vector ``begin``.
+    """``(r, begin, shift)`` of a warpgroup's rows: their indices in the tile, and their begin in
+    the output, ``shift`` elements (0 to 7) after the vector ``begin``.
     """
     r = skipped + gl.arange(0, WG_ROWS, layout)
     at = first + r.to(gl.int64) * num_n
@@ -194,9 +195,9 @@ def _locate_rows(first, num_n, skipped, layout: gl.constexpr):
 
 @gluon.jit
 def _multiply_tile(x, ring, n):
-    """``(product, x)``: with the ``n``-th tile of a ring, once it is there.
+    """``(product, x)`` with the ``n``-th tile of a ring, once it has arrived.
 
-    One at a time: if two are on their way, the compiler lets every step of any product wait.
+    One at a time: with two in flight, the compiler waits after every step of a product.
     """
     product = multiply_keys(x, ring, n)
     product, x = warpgroup_mma_wait(0, deps=(product, x))
@@ -206,9 +207,10 @@ def _multiply_tile(x, ring, n):
 
 @gluon.jit
 def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped):
-    """Write what rows have before the first whole vector and after the last, up to 7 elements each.
+    """Store the elements of rows before the first whole vector and after the last, up to 7 each.
 
-    They are products with the first and the last eight rows of y, two tiles of the ring.
+    They are products with the first and the last eight rows of y, two tiles of the ring. A thread
+    has four elements, four neighboring threads have a row.
     """
     layout: gl.constexpr = products_by_warpgroup(VECTOR, 4)
     r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, layout))
@@ -217,25 +219,25 @@ def _store_ends(out_ptr, x, ends, n, first, count, num_n, skipped):
     tail, x = _multiply_tile(x, ends, n + 1)
     c = gl.arange(0, VECTOR, gl.SliceLayout(0, layout))
     inside = (r < count)[:, None]
-    whole = gl.minimum((shift + 7) // VECTOR * VECTOR - shift, num_n)  # here vectors begin
-    tail_begin = gl.maximum((shift + num_n) // VECTOR * VECTOR - shift, whole)  # and here they end
+    whole = gl.minimum((shift + 7) // VECTOR * VECTOR - shift, num_n)  # begin of vectors
+    tail_begin = gl.maximum((shift + num_n) // VECTOR * VECTOR - shift, whole)  # end of vectors
     ptrs = out_ptr + (begin + shift)[:, None] + c[None, :]
     gl.store(ptrs, head.to(x.dtype), mask=inside & (c[None, :] < whole[:, None]))
     c += gl.maximum(num_n - VECTOR, 0)
     ptrs = out_ptr + (begin + shift)[:, None] + c[None, :]
-    there = (c[None, :] >= tail_begin[:, None]) & (c < num_n)[None, :]
-    gl.store(ptrs, tail.to(x.dtype), mask=inside & there)
+    in_tail = (c[None, :] >= tail_begin[:, None]) & (c < num_n)[None, :]
+    gl.store(ptrs, tail.to(x.dtype), mask=inside & in_tail)
 
 
 @gluon.jit
 def _multiply(out_ptr, rings, WG: gl.constexpr):
-    """What four warps do: products of their half of each tile's rows."""
+    """Consumer warpgroup: products of its half of each tile's rows."""
     xs, ys, ends = rings.x, rings.y, rings.ends
     BLOCK_N: gl.constexpr = ys.tiles.shape[3]
     vectors: gl.constexpr = _vectors_layout(BLOCK_N)
     skipped: gl.constexpr = WG * WG_ROWS
     c = gl.arange(0, BLOCK_N, gl.SliceLayout(0, vectors))
-    nothing = gl.full([WG_ROWS, BLOCK_N], 0, gl.int32, vectors)
+    zeros = gl.full([WG_ROWS, BLOCK_N], 0, gl.int32, vectors)
     step = gl.program_id(0) * 0
     n = step
     count, num_n, low, high = next_tile(rings.fields, xs, step)
@@ -243,8 +245,8 @@ def _multiply(out_ptr, rings, WG: gl.constexpr):
         num_tiles = _num_tiles(num_n, BLOCK_N)
         if count <= skipped:
             release(xs, step)
-            n = _leave_out(ys, n, num_tiles)
-            _leave_out(ends, 2 * step, 2)
+            n = _skip_tiles(ys, n, num_tiles)
+            _skip_tiles(ends, 2 * step, 2)
         else:
             x = rows(xs, step).slice(skipped, WG_ROWS)
             x = x.load(gl.DotOperandLayout(0, products_by_warpgroup(BLOCK_N, 4), 2))
@@ -254,14 +256,13 @@ def _multiply(out_ptr, rings, WG: gl.constexpr):
             _store_ends(out_ptr, x, ends, 2 * step, first, count, num_n, skipped)
             r, begin, shift = _locate_rows(first, num_n, skipped, gl.SliceLayout(1, vectors))
             inside = (r < count)[:, None]
-            by_vector = shift[:, None] + nothing
+            by_vector = shift[:, None] + zeros
             for tile in range(num_tiles):
                 acc, x = _multiply_tile(x, ys, n)
                 n += 1
                 out = shift_columns(gl.convert_layout(acc.to(x.dtype), vectors), by_vector)
                 start = tile * (BLOCK_N - VECTOR)
-                # The first column of each vector.
-                column = (start + c // VECTOR * VECTOR)[None, :] - shift[:, None]
+                column = (start + c // VECTOR * VECTOR)[None, :] - shift[:, None]  # of each vector
                 whole = (column >= 0) & (column <= num_n - VECTOR)
                 new = ((c >= VECTOR) | (start == 0))[None, :]
                 ptrs = out_ptr + (begin[:, None] + (start + c)[None, :])
@@ -271,8 +272,8 @@ def _multiply(out_ptr, rings, WG: gl.constexpr):
 
 
 @gluon.jit
-def _leave_out(ring, n, num_tiles):
-    """Let tiles pass that are only for the other warpgroup."""
+def _skip_tiles(ring, n, num_tiles):
+    """Release tiles that only the other warpgroup needs."""
     for tile in range(num_tiles):
         wait_full(ring, n + tile)
         release(ring, n + tile)
@@ -284,7 +285,7 @@ def pairs_kernel(
     out_ptr,  # [Σ Lx·Ly]
     x_desc,  # of [ΣLx, 1, D], see tma.jagged_rows
     y_desc,  # of [ΣLy, 1, D]
-    ends_desc,  # of the same
+    ends_desc,  # of [ΣLy, 1, D], boxes of eight rows
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     x_offsets_ptr,  # [B + 1]
     pair_offsets_ptr,  # [B + 1] int64
@@ -292,7 +293,7 @@ def pairs_kernel(
     STAGES_Y: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Tiles of rows of x, times all rows of y of their sample, until the list is done."""
+    """The tiles of rows of x in the list, times all rows of y of their samples."""
     xs = make_ring(x_desc, STAGES)
     ys = make_ring(y_desc, STAGES_Y)
     ends = make_ring(ends_desc, 2 * STAGES)

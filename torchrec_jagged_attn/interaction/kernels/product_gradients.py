@@ -3,9 +3,8 @@
     of x · y_b,  with dout [N, T]      dx = dout · y_bᵀ      dy_b = xᵀ · dout
     of xᵀ · y,   with dout [B, D, T]   dx = y · dout_bᵀ      dy = x · dout_b
 
-The kernels read the rows of x once and write those of dx once. As T is small, these are most of
-the bytes: 2·N·D·e, with e bytes an element, and 4·N·D·T FLOPs. Where T takes several tiles, each
-gradient is a product of its own (``products.py``).
+The kernels read x once and write dx once: 2·N·D·e bytes, with e bytes an element, and 4·N·D·T
+FLOPs. If T is wider than a tile, each gradient is a separate product (``products.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torchrec_jagged_attn.runtime.launch import Launcher
 
 __all__ = ["jagged_dense_bmm_backward", "jagged_jagged_bmm_backward"]
 
-WIDEST = 64  # the largest T that one tile holds
+WIDEST = 64  # largest T of one tile
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -42,7 +41,7 @@ def _dense_kernel(
     y_ptr,  # [B, D, T]
     grad_x_ptr,  # [N, D]
     grad_y_ptr,  # [B, D, T]
-    sums_ptr,  # [slots, D, T] fp32
+    sums_ptr,  # [splits, D, T] fp32
     offsets_ptr,  # [B + 1]
     num_samples,
     D: tl.constexpr,
@@ -60,7 +59,7 @@ def _dense_kernel(
         cuda.gdc_launch_dependents()
     TILES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     program = tl.program_id(0).to(tl.int64)
-    busy, sample, begin, end, slot = find_chunk(offsets_ptr, num_samples, program // TILES, CHUNK)
+    busy, sample, begin, end, split = find_chunk(offsets_ptr, num_samples, program // TILES, CHUNK)
     if not busy:
         return
     d = (program % TILES).to(tl.int32) * BLOCK_D
@@ -76,8 +75,8 @@ def _dense_kernel(
         origin, at, mask = tile_of(r, d, rows, D, BLOCK_R, BLOCK_D)
         tl.store(grad_x_ptr + begin * D + origin + at, grad_x, mask=mask)
     origin, at, mask = tile_of(d, 0, D, T, BLOCK_D, BLOCK_T)
-    if slot >= 0:
-        tl.store(sums_ptr + slot * (D * T) + origin + at, acc, mask=mask)
+    if split >= 0:
+        tl.store(sums_ptr + split * (D * T) + origin + at, acc, mask=mask)
     else:
         tl.store(grad_y_ptr + of_y + origin + at, acc, mask=mask)
 
@@ -136,13 +135,13 @@ def jagged_dense_bmm_backward(
         x.dtype, product_precision(x.dtype), depth, width, devices.launches_overlap(x.device)
     )
     chunk = constants["CHUNK"]
-    num_slots = num_rows // chunk
+    num_splits = num_rows // chunk
     grad_x, grad_y = x.new_empty(num_rows, depth), x.new_empty(num_samples, depth, width)
-    sums = x.new_empty(num_slots, depth, width, dtype=torch.float32)
+    sums = x.new_empty(num_splits, depth, width, dtype=torch.float32)
     offsets = offsets.contiguous()
     operands = grad_out.contiguous(), x.contiguous(), y.contiguous()
     _dense(
-        ((num_slots + num_samples) * -(-depth // constants["BLOCK_D"]),),
+        ((num_splits + num_samples) * -(-depth // constants["BLOCK_D"]),),
         (*operands, grad_x, grad_y, sums, offsets, num_samples),
         constants,
     )
@@ -188,7 +187,7 @@ def _dense_constants(
 def _constants(dtype: torch.dtype, precision: str, depth: int, width: int) -> dict:
     """Compile-time arguments of ``_jagged_kernel``.
 
-    Products of fp32 have few warps, since each warp takes the whole narrow operand apart.
+    fp32 products have few warps, since each warp decomposes all of the narrow operand.
     """
     half, block_t = dtype.itemsize == 2, padded_width(width)
     return {

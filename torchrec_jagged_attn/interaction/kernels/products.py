@@ -1,10 +1,9 @@
-"""Matrix products within each sample, of which some of M, N and K are a sample's own length.
+"""Matrix products within each sample, where some of M, N and K are the length of the sample.
 
     out_b [M, N] = a_b [M, K] · b_b [K, N]                          2·M·N·K FLOPs
 
-Where M is jagged, a program has a tile of rows, found from shapes alone as in ``find_tile``. Where
-M and N are not, K is: rows are summed up, in chunks. ``matmul.py`` says where samples lie.
-On Hopper pairs of rows in half precision have a kernel of their own (``hopper_pairs.py``).
+If M is jagged, a program has a tile of rows, see ``find_tile``. If M and N are not, K is, and long
+sums are split into chunks. On Hopper, ``hopper_pairs.py`` computes pairs of rows in half precision.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = [
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for. M, N and K are 0 where they are jagged."""
+    """Compile-time constants of a kernel. M, N and K are 0 if they are jagged."""
 
     N: int
     K: int
@@ -50,23 +49,23 @@ class Constants(NamedTuple):
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    TILES_N: int  # of N; 1 where that is jagged
+    TILES_N: int  # tiles of N; 1 if that is jagged
     M: int = 0
     TRANS_A: bool = False
     TRANS_B: bool = False
     NUM_STAGES: int = 3
-    AHEAD: bool = False  # whether a's next tile is loaded before the product of the last
-    FLATTEN: bool = False  # whether the loops over N and K are one
-    INDEX: tl.dtype = tl.int32  # of elements within a tile
-    CHUNK: int = 0  # rows of K after which a sum is cut
+    AHEAD: bool = False  # whether a's next tile is loaded before the product of the current one
+    FLATTEN: bool = False  # whether the loops over N and K are flattened
+    INDEX: tl.dtype = tl.int32  # dtype of offsets within a tile
+    CHUNK: int = 0  # fewest rows of K of a chunk
     OVERLAP: bool = False  # whether launches overlap
 
 
 class Offsets(NamedTuple):
-    """``[B + 1]`` offsets of samples along each axis that is jagged, else ``None``.
+    """``[B + 1]`` offsets of samples along each jagged axis, else ``None``.
 
     Attributes:
-        pairs: of pairs of M and N, or of M and K, where both are jagged.
+        pairs: of pairs of M and N, or of M and K, if both are jagged.
     """
 
     m: Any
@@ -77,7 +76,7 @@ class Offsets(NamedTuple):
 
 @triton.jit
 def _extent(offsets_ptr, sample, SIZE: tl.constexpr):
-    """Where a sample begins along an axis, and its size there: SIZE, where there are no offsets."""
+    """Begin and size of a sample along an axis; the size is SIZE without offsets."""
     if offsets_ptr is None:
         begin = sample * SIZE
         size = SIZE
@@ -114,7 +113,7 @@ def _rows_kernel(
     num_samples,
     C: tl.constexpr,  # Constants
 ):
-    """One tile of M by every TILES_N-th of N, where M is jagged."""
+    """One tile of M, which is jagged, by every TILES_N-th tile of N."""
     program = tl.program_id(0).to(tl.int64)
     sample, m_begin, m_end, start = find_tile(
         offsets.m, num_samples, program // C.TILES_N, 1, C.BLOCK_M
@@ -147,17 +146,17 @@ def _sums_kernel(
     a_ptr,  # [ΣK, M]
     b_ptr,  # [ΣK, N]
     out_ptr,  # [B, M, N]
-    sums_ptr,  # [slots, M, N] fp32
+    sums_ptr,  # [splits, M, N] fp32
     k_offsets_ptr,  # [B + 1]
     num_samples,
     C: tl.constexpr,  # Constants
 ):
-    """One tile of M and N over one chunk of a sample's K, which alone is jagged."""
+    """One tile of M and N over one chunk of a sample's K, the only jagged axis."""
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
     TILES: tl.constexpr = (C.M + C.BLOCK_M - 1) // C.BLOCK_M * C.TILES_N
     program = tl.program_id(0).to(tl.int64)
-    busy, sample, begin, end, slot = find_chunk(
+    busy, sample, begin, end, split = find_chunk(
         k_offsets_ptr, num_samples, program // TILES, C.CHUNK
     )
     if not busy:
@@ -168,8 +167,8 @@ def _sums_kernel(
     num_k = (end - begin).to(tl.int32)
     acc = _multiply(a_ptr + begin * C.M, b_ptr + begin * C.N, m_begin, n_begin, C.M, C.N, num_k, C)
     origin, at, mask = tile_of(m_begin, n_begin, C.M, C.N, C.BLOCK_M, C.BLOCK_N)
-    if slot >= 0:
-        tl.store(sums_ptr + slot * (C.M * C.N) + origin + at, acc, mask=mask)
+    if split >= 0:
+        tl.store(sums_ptr + split * (C.M * C.N) + origin + at, acc, mask=mask)
     else:
         tl.store(out_ptr + sample * (C.M * C.N) + origin + at, acc, mask=mask)
 
@@ -182,7 +181,7 @@ def _pair_offsets_kernel(
     num_samples,
     BLOCK: tl.constexpr,
 ):
-    """Sums of the samples' pairs, by one program."""
+    """Prefix sums of the number of pairs of each sample, by one program."""
     tl.store(out_ptr, tl.zeros([], tl.int64))
     total = tl.zeros([], tl.int64)
     for start in range(0, num_samples, BLOCK):
@@ -205,7 +204,7 @@ _sums = Launcher(_sums_kernel)
 
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """``[N, D] × [B, D, T] → [N, T]``; ``y`` is read where it is, also if it is transposed."""
+    """``[N, D] × [B, D, T] → [N, T]``; a transposed ``y`` is not copied."""
     out = x.new_empty(x.shape[0], y.shape[2])
     transposed = not y.is_contiguous() and y.mT.is_contiguous()
     y = y.mT if transposed else y.contiguous()
@@ -278,12 +277,12 @@ def _launch_rows(
     trans_a: bool = False,
     trans_b: bool = False,
 ) -> None:
-    """Multiply into ``out``; ``width`` is N and ``depth`` K, where they are not jagged."""
+    """Multiply into ``out``; ``width`` is N and ``depth`` K, 0 if they are jagged."""
     if out.numel() == 0:
         return
     num_samples = m_offsets.numel() - 1
     num_rows = (a if n_offsets is not None else out).shape[0]
-    # Of no sample does a tile span more elements than this.
+    # No tile spans more than 64 rows of a sample.
     narrow = all(64 * n < 2**31 for n in (a.shape[0], b.shape[0], num_rows))
     constants = _rows_constants(
         a.dtype, product_precision(a.dtype), width, depth, trans_a, trans_b, narrow
@@ -308,12 +307,12 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         product_precision(x.dtype), m, n, devices.launches_overlap(x.device)
     )
     tiles = constants["C"]
-    num_slots = num_rows // tiles.CHUNK
-    sums = out.new_empty(num_slots, m, n, dtype=torch.float32)
+    num_splits = num_rows // tiles.CHUNK
+    sums = out.new_empty(num_splits, m, n, dtype=torch.float32)
     offsets = offsets.contiguous()
     num_tiles = -(-m // tiles.BLOCK_M) * tiles.TILES_N
     _sums(
-        ((num_slots + num_samples) * num_tiles,),
+        ((num_splits + num_samples) * num_tiles,),
         (x.contiguous(), y.contiguous(), out, sums, offsets, num_samples),
         constants,
     )
@@ -331,7 +330,7 @@ def _rows_constants(
     trans_b: bool,
     narrow_index: bool,
 ) -> dict[str, Any]:
-    """Those of ``_rows_kernel``, and options of its launch; 0 for an N or K that is jagged."""
+    """Constants and launch options of ``_rows_kernel``; ``n`` or ``k`` is 0 if it is jagged."""
     tiles = _row_tiles(dtype, precision, n, k)
     options = {name: tiles.pop(name) for name in ("num_warps", "maxnreg") if name in tiles}
     constants = Constants(
@@ -348,20 +347,17 @@ def _rows_constants(
 
 
 def _row_tiles(dtype: torch.dtype, precision: str, n: int, k: int) -> dict[str, Any]:
-    """How ``_rows_kernel`` cuts up its work.
-
-    Nothing that a batch may change has a say in it.
-    """
+    """Tiles of ``_rows_kernel``, which must not depend on the batch."""
     size = dtype.itemsize
     tiles = {"BLOCK_M": 64, "BLOCK_N": min(128, padded_width(n)), "BLOCK_K": 128 // size}
     tiles["num_warps"] = 4
-    if n == 0:  # pairs are made: the next tile is loaded before the last is stored
+    if n == 0:  # pairs are written: the next tile is loaded before the last is stored
         return tiles | {"BLOCK_N": 64, "FLATTEN": True, "maxnreg": 168}
     if k == 0:  # pairs are read
         tiles["BLOCK_K"] = 32
-        if size == 2:  # by two bytes, which cannot be copied in the background
+        if size == 2:  # loads of two bytes, for which there is no asynchronous copy
             return tiles | {"AHEAD": True, "maxnreg": 128}
-        # Four warps would multiply together, and transpose TF32 for that; two do not.
+        # Four warps would use wgmma, which needs a transposed copy of TF32 operands.
         return tiles | ({"BLOCK_M": 32, "num_warps": 2} if precision == "tf32" else {})
     if k <= tiles["BLOCK_K"]:  # one step
         return tiles | {"BLOCK_M": 32, "BLOCK_K": padded_width(k), "NUM_STAGES": 1}
@@ -373,14 +369,14 @@ def _row_tiles(dtype: torch.dtype, precision: str, n: int, k: int) -> dict[str, 
 
 @functools.cache
 def _sums_constants(precision: str, m: int, n: int, overlap: bool) -> dict[str, Any]:
-    """Those of ``_sums_kernel``, and options of its launch.
+    """Constants and launch options of ``_sums_kernel``.
 
-    A sum is cut after so many rows that sums of chunks take at most a quarter of the memory of
-    16-bit inputs, and that most samples are not cut.
+    CHUNK is so large that partial sums take at most a quarter of the memory of 16-bit inputs, and
+    that most samples have a single chunk.
     """
     block_m, block_n = min(64, padded_width(m)), min(64, padded_width(n))
     num_warps = 2 if precision == "tf32" else 4
-    if n <= 8 and precision == "bf16x6":  # fewer instructions multiply fp32 than take it apart
+    if n <= 8 and precision == "bf16x6":  # fewer instructions than the decomposition takes
         precision, num_warps = "ieee", 2
         block_m, block_n = min(128, padded_width(m)), 8
     constants = Constants(

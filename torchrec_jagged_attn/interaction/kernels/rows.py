@@ -1,6 +1,6 @@
 """A sample's rows, plus or times a dense row of that sample; and sums of a sample's rows.
 
-These kernels are memory-bound. With E elements of e bytes each, those by element read and write
+These kernels are memory-bound. With E elements of e bytes each, elementwise kernels read and write
 2·E·e bytes. Sums, which are also the gradient of the dense row, read E·e bytes of x, or 2·E·e of
 x and y.
 """
@@ -19,9 +19,9 @@ from torchrec_jagged_attn.runtime.launch import Launcher
 
 __all__ = ["elementwise", "sum_rows"]
 
-TILE = 2048  # elements of a tile by element
-SUM_TILE = 512  # elements of a tile of a sum: the fewer rows, the shorter the chain of additions
-CHUNK = 256  # rows after which a sum is cut
+TILE = 2048  # elements of a tile of elementwise kernels
+SUM_TILE = 512  # elements of a tile of sums: small, for a short final reduction
+CHUNK = 256  # fewest rows of a chunk of a sum
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -54,7 +54,7 @@ def _sum_rows_kernel(
     x_ptr,  # [N, D]
     y_ptr,  # [N, D], to sum x · y, or None, to sum x
     out_ptr,  # [B, D]
-    sums_ptr,  # [slots, D] fp32
+    sums_ptr,  # [splits, D] fp32
     offsets_ptr,  # [B + 1]
     num_samples,
     D: tl.constexpr,
@@ -64,7 +64,7 @@ def _sum_rows_kernel(
 ):
     """The sum of the rows of x, or of x · y, over one chunk of a sample."""
     work = tl.program_id(0).to(tl.int64)
-    busy, sample, begin, end, slot = find_chunk(offsets_ptr, num_samples, work, CHUNK)
+    busy, sample, begin, end, split = find_chunk(offsets_ptr, num_samples, work, CHUNK)
     if not busy:
         return
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -78,8 +78,8 @@ def _sum_rows_kernel(
             x *= tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
         acc += x
     total = tl.sum(acc, 0)
-    if slot >= 0:
-        tl.store(sums_ptr + slot * D + d, total, mask=d < D)
+    if split >= 0:
+        tl.store(sums_ptr + split * D + d, total, mask=d < D)
     else:
         tl.store(out_ptr + sample * D + d, total, mask=d < D)
 
@@ -109,12 +109,12 @@ def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     out = x.new_empty(num_samples, width)
     if out.numel():
         constants = _row_constants(width, SUM_TILE, CHUNK=CHUNK)
-        num_slots = num_rows // CHUNK
-        sums = out.new_empty(num_slots, width, dtype=torch.float32)
+        num_splits = num_rows // CHUNK
+        sums = out.new_empty(num_splits, width, dtype=torch.float32)
         offsets = offsets.contiguous()
         y = None if y is None else y.contiguous()
         _sum_rows(
-            (num_slots + num_samples, -(-width // constants["BLOCK_D"])),
+            (num_splits + num_samples, -(-width // constants["BLOCK_D"])),
             (x.contiguous(), y, out, sums, offsets, num_samples),
             constants,
         )

@@ -4,12 +4,11 @@
     gradient of x: out · (dout - Σ out · dout)
 
 It is memory-bound: with E elements of e bytes each, forward moves 2·E·e bytes and backward 3·E·e.
-Elements that do not fit in a tile are read again, from the cache if they fit there.
+Lines that do not fit in a tile are read again, from cache if they fit there.
 
-A line is what one softmax is over: a column of ``[L, T]``, or a row of ``[Lx, Ly]`` pairs. Kernels
-see ``[i, r]``, lines ``i`` of elements ``r``. The elements of a row are next to each other, and so
-are the columns. Each sample takes the form that suits its length, see ``plan.py``: rows in one
-tile, short columns, and long lines of either kind.
+A line is what one softmax is over: a column of ``[L, T]``, or a row of ``[Lx, Ly]`` pairs. Tiles
+are ``[i, r]``: lines ``i``, elements ``r``; pairs are contiguous along ``r``, columns along ``i``.
+The length of a sample decides between whole rows, short columns and long lines, see ``plan.py``.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ __all__ = ["softmax", "softmax_backward"]
 
 # Bytes of a tile of long columns: small, so that several are loaded ahead.
 LONG_TILE = 2048
-# Pairs of a tile. A program computes the rows that begin in its tile. It is a single warp, whose
-# maxima and sums wait for no other.
+# Pairs of a tile. A program computes the rows that begin in its tile. It is a single warp, so that
+# reductions need no barrier.
 SPAN = 1024
 PAIR_CONSTANTS = {
     "SPAN": SPAN,
@@ -54,8 +53,8 @@ def _line_tile(
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """A tile of the lines up to ``last_line``: where it begins, its elements from there, and which
-    of them there are.
+    """A tile of the lines up to ``last_line``: its offset, those of its elements from there, and
+    their mask.
 
     BLOCK_I times the length of a line is less than 2^31.
     """
@@ -73,7 +72,7 @@ def _line_tile(
 
 @triton.jit
 def _load_lines(ptr, at, mask):
-    """Elements of a tile in fp32; 0 where there are none."""
+    """Elements of a tile in fp32, 0 where masked."""
     return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -193,7 +192,7 @@ def _pairs_kernel(
 
 @triton.jit
 def _load_rows(ptr, at, r, rows, inside, other):
-    """The first ``rows`` of some columns, in fp32, and which of them there are."""
+    """The first ``rows`` of some columns, in fp32, and their mask."""
     mask = (r < rows)[:, None] & inside
     return tl.load(ptr + at, mask=mask, other=other).to(tl.float32), mask
 
@@ -210,8 +209,8 @@ def _short_columns(
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Columns of one sample, from ``line`` on: each thread has its own maxima and sums until all
-    rows were seen.
+    """Columns of one sample, from ``line`` on. Maxima and sums are per thread, and reduced after
+    the last row.
     """
     i = tl.arange(0, BLOCK_I)
     r = tl.arange(0, BLOCK_R)
@@ -283,10 +282,10 @@ _pairs = Launcher(_pairs_kernel)
 
 
 def softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
-    """Of each column of each sample's rows of ``[N, T]``.
+    """Softmax of each column of each sample's rows of ``x`` ``[N, T]``.
 
-    Or, given y's offsets, of each row of each sample's pairs in ``[Σ Lx·Ly]``, where
-    ``offsets`` are those of pairs.
+    With ``y_offsets``, of each row of each sample's pairs in ``[Σ Lx·Ly]``; ``offsets`` are then
+    those of pairs.
     """
     return _launch_softmax(x, None, offsets, y_offsets)
 
@@ -294,14 +293,14 @@ def softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
 def softmax_backward(
     grad_out: Tensor, out: Tensor, offsets: Tensor, y_offsets: Tensor | None
 ) -> Tensor:
-    """Gradient of what :func:`softmax` made ``out`` of."""
+    """Gradient of the input of :func:`softmax`."""
     return _launch_softmax(grad_out, out, offsets, y_offsets)
 
 
 def _launch_softmax(
     x: Tensor, p: Tensor | None, offsets: Tensor, y_offsets: Tensor | None
 ) -> Tensor:
-    """Softmax of ``x``, or its gradient where ``x`` is that of ``p``."""
+    """Softmax of ``x``; or with ``p``, the output, its gradient, where ``x`` is that of ``p``."""
     out = x.new_empty(*x.shape)
     if x.numel() == 0:
         return out

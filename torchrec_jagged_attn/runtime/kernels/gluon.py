@@ -1,4 +1,4 @@
-"""What kernels in Gluon share: layouts of products, barriers, launches that overlap."""
+"""Helpers of the Gluon kernels: layouts of products, barriers, programmatic dependent launch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = [
     "WG_ROWS",
     "as_operand",
     "as_rows",
-    "hear",
     "launch_dependents",
+    "load_field",
     "multiply_keys",
     "next_tile",
     "products_by_warp",
     "products_by_warpgroup",
-    "tell",
+    "store_fields",
     "thread_barrier",
     "wait_for_last_kernel",
 ]
-WG_ROWS = gl.constexpr(64)  # queries of a warpgroup
+WG_ROWS = gl.constexpr(64)  # query rows of a warpgroup
 
 
 @gluon.jit
-def tell(fields, step, tile, STAGES: gl.constexpr):
-    """Leave the fields of this step's ``tile``, which say where it lies, in shared memory."""
+def store_fields(fields, step, tile, STAGES: gl.constexpr):
+    """Store the fields of this step's ``tile``, a tuple of int32, in shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     FIELDS: gl.constexpr = fields.shape[0] // STAGES
     for field in gl.static_range(FIELDS):
@@ -38,8 +38,8 @@ def tell(fields, step, tile, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def hear(fields, step, field: gl.constexpr, STAGES: gl.constexpr):
-    """One of the fields that :func:`tell` has left."""
+def load_field(fields, step, field: gl.constexpr, STAGES: gl.constexpr):
+    """Load one of the fields that :func:`store_fields` stored."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     FIELDS: gl.constexpr = fields.shape[0] // STAGES
     return gl.max(fields.index(step % STAGES * FIELDS + field).load(layout), 0)
@@ -47,17 +47,17 @@ def hear(fields, step, field: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def next_tile(fields, queries, step):
-    """``(row, count, num_keys, head)`` of this step's tile, once its queries are there."""
+    """``(row, count, num_keys, head)`` of this step's tile, once its queries have arrived."""
     STAGES: gl.constexpr = queries.full.shape[0]
     wait_full(queries, step)
-    row, count = hear(fields, step, 0, STAGES), hear(fields, step, 1, STAGES)
-    num_keys, head = hear(fields, step, 2, STAGES), hear(fields, step, 3, STAGES)
+    row, count = load_field(fields, step, 0, STAGES), load_field(fields, step, 1, STAGES)
+    num_keys, head = load_field(fields, step, 2, STAGES), load_field(fields, step, 3, STAGES)
     return row, count, num_keys, head
 
 
 @gluon.jit
 def multiply_keys(q, keys, n):
-    """Begin the products of queries and tile ``n`` of keys."""
+    """Issue the product of ``q`` and tile ``n`` of keys, transposed."""
     k = read(keys, n)
     BLOCK_N: gl.constexpr = k.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -67,19 +67,19 @@ def multiply_keys(q, keys, n):
 
 @gluon.jit
 def as_operand(weights, dtype: gl.constexpr):
-    """Weights as the left side of a product."""
+    """``weights`` as the left operand of a product."""
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, weights.type.layout, 2))
 
 
 @gluon.constexpr_function
 def products_by_warpgroup(columns, warps):
-    """The tensor cores' products of warpgroups, of four warps each, ``columns`` on their N side."""
+    """Layout of ``wgmma`` products with N = ``columns``; a warpgroup is four warps."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.jit
 def as_rows(box):
-    """A box of rows in shared memory, as ``[rows, width]``."""
+    """A five-dimensional box of rows in shared memory, as ``[rows, width]``."""
     return box.reshape([box.shape[2], box.shape[4]])
 
 
@@ -88,13 +88,13 @@ thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6
 
 @gluon.constexpr_function
 def products_by_warp(warps):
-    """The tensor cores' products of single warps, ``warps`` of them along M."""
+    """Layout of ``mma`` products, ``warps`` of them along M."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
 
 
 @gluon.jit
 def launch_dependents():
-    """Let the next kernel begin once all programs have: it waits for their results itself."""
+    """Let the next kernel start once all programs have; it waits for their results itself."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -102,7 +102,7 @@ def launch_dependents():
 
 @gluon.jit
 def wait_for_last_kernel():
-    """Wait until the kernel before this one, which may have let it begin early, has ended."""
+    """Wait for the end of the previous kernel, which may have let this one start early."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,4 +1,10 @@
-"""Jagged rows on the device: the sample of a row, tiles of rows, and chunks that are summed up."""
+"""Jagged rows on the device: the sample of a row, tiles of rows, and split sums.
+
+A chunk is one of the equal ranges that the rows of a long sample are split into. A split is the
+index, over all samples, of a chunk's partial result. Its sample follows from offsets without a
+prefix sum: with one split for each ``SPLIT`` rows, sample ``b`` owns those from
+``offsets[b] // SPLIT`` on.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +23,19 @@ __all__ = ["add_chunks", "count_chunks", "find_chunk", "find_sample", "find_samp
 
 @triton.jit
 def find_sample(
-    offsets_ptr, num_samples, slot, SCALE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
+    offsets_ptr, num_samples, index, SCALE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
 ):
-    """The last sample ``b`` with ``offsets[b] · SCALE // BLOCK + STEP · b`` at most ``slot``.
+    """The last sample ``b`` with ``offsets[b] · SCALE // BLOCK + STEP · b`` at most ``index``.
 
-    In each step, all lanes of a warp look, each at the beginning of a 32nd of what is left.
+    A 32-ary search: each lane of a warp tests one sample per step.
     """
-    low = slot * 0
+    low = index * 0
     high = low + num_samples
     while low + 1 < high:
         step = tl.cdiv(high - low, 32)
         at = low + step * tl.arange(0, 32)
         offset = tl.load(offsets_ptr + at, mask=at < high, other=0).to(tl.int64)
-        begun = (at < high) & (offset * SCALE // BLOCK + STEP * at <= slot)
+        begun = (at < high) & (offset * SCALE // BLOCK + STEP * at <= index)
         low += step * (tl.sum(begun.to(tl.int32)) - 1)
         high = tl.minimum(high, low + step)
     return low
@@ -37,7 +43,7 @@ def find_sample(
 
 @triton.jit
 def find_samples(offsets_ptr, n, num_samples, num_steps):
-    """The sample of each of the rows ``n``, in so many halvings: bits of ``num_samples``."""
+    """The sample of each row ``n``, by binary search in ``num_steps``: bits of ``num_samples``."""
     low = n * 0
     high = low + num_samples
     for _ in range(num_steps):
@@ -50,14 +56,13 @@ def find_samples(offsets_ptr, n, num_samples, num_steps):
 
 @triton.jit
 def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sample that owns ``tile``, that sample's rows, and the tile's first row in it.
+    """Find the rows of ``tile``: its sample, that sample's rows, and the tile's first row in it.
 
     No tile of BLOCK rows has rows of two samples. Sample ``b`` owns the tiles from
-    ``offsets[b] // BLOCK + b`` on: a number known without a prefix sum. All samples together have
-    ``N // BLOCK + B`` tiles, of which at most ``B`` are idle. A row that ``offsets`` (``[B + 1]``)
-    count stands for SCALE rows.
+    ``offsets[b] // BLOCK + b`` on, so that no prefix sum is needed. All samples together have
+    ``N // BLOCK + B`` tiles, of which at most ``B`` are empty. Offsets are multiplied by SCALE.
 
-    Returns ``(sample, begin, end, start)``; the tile is idle where ``begin + start >= end``.
+    Returns ``(sample, begin, end, start)``; the tile is empty if ``begin + start >= end``.
     """
     sample = find_sample(offsets_ptr, num_samples, tile, SCALE, BLOCK, 1)
     begin = tl.load(offsets_ptr + sample).to(tl.int64) * SCALE
@@ -67,32 +72,32 @@ def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def find_chunk(offsets_ptr, num_samples, work, CHUNK: tl.constexpr):
-    """The chunk of a sample's rows that is the ``work`` of a program.
+    """The chunk of a sample's rows with the index ``work``, usually that of the program.
 
-    The first ``num_samples`` take the first chunk of every sample, the others (``N // CHUNK``) the
-    later chunks, each its slot's. See ``count_chunks`` for slots.
+    The first ``num_samples`` are the first chunks of all samples, the others (``N // CHUNK``) the
+    later chunks, one for each split.
 
-    Returns whether there is anything to do, the sample, begin and end of the chunk, and its slot,
-    -1 where the chunk is the whole sample.
+    Returns ``(busy, sample, begin, end, split)``: whether there is such a chunk, its sample and
+    rows, and its split, -1 if the chunk is the whole sample.
     """
     sample = work
-    of_slot = work - num_samples
-    if of_slot >= 0:
-        sample = find_sample(offsets_ptr, num_samples, of_slot, 1, CHUNK, 0)
+    later_split = work - num_samples
+    if later_split >= 0:
+        sample = find_sample(offsets_ptr, num_samples, later_split, 1, CHUNK, 0)
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
     chunks = count_chunks(length, 1, CHUNK, CHUNK)
-    first_slot = begin // CHUNK
-    chunk = tl.where(of_slot >= 0, of_slot - first_slot, 0)
-    busy = (chunk < chunks) & ((chunk > 0) | (of_slot < 0))
-    slot = tl.where(chunks > 1, first_slot + chunk, -1)
+    first_split = begin // CHUNK
+    chunk = tl.where(later_split >= 0, later_split - first_split, 0)
+    busy = (chunk < chunks) & ((chunk > 0) | (later_split < 0))
+    split = tl.where(chunks > 1, first_split + chunk, -1)
     end = begin + length * (chunk + 1) // chunks
-    return busy, sample, begin + length * chunk // chunks, end, slot
+    return busy, sample, begin + length * chunk // chunks, end, split
 
 
 @triton.jit(do_not_specialize=["num_samples"])
 def _add_chunks_kernel(
-    sums_ptr,  # [slots, W] fp32
+    sums_ptr,  # [splits, W] fp32
     out_ptr,  # [B, W]
     offsets_ptr,  # [B + 1]
     num_samples,
@@ -101,22 +106,23 @@ def _add_chunks_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK sums of the sample, if there is one, whose first chunk has this program's slot.
+    """Add BLOCK elements of the partial sums of one sample: that whose first chunk has this
+    program's split, if any.
 
-    Where launches OVERLAP, all programs wait for the kernel that made the sums, also those without
-    work: so the next kernel finds everything done.
+    If launches OVERLAP, all programs wait for the previous kernel, also those without work, so that
+    the next kernel can rely on its results.
     """
-    slot = tl.program_id(0).to(tl.int64)
-    sample = find_sample(offsets_ptr, num_samples, slot, 1, CHUNK, 0)
+    split = tl.program_id(0).to(tl.int64)
+    sample = find_sample(offsets_ptr, num_samples, split, 1, CHUNK, 0)
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     chunks = count_chunks(tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin, 1, CHUNK, CHUNK)
     if OVERLAP:
         cuda.gdc_wait()
-    if (chunks == 1) | (slot != begin // CHUNK):
+    if (chunks == 1) | (split != begin // CHUNK):
         return
     w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
-    for chunk in tl.range(slot, slot + chunks, num_stages=4):
+    for chunk in tl.range(split, split + chunks, num_stages=4):
         acc += tl.load(sums_ptr + chunk * W + w, mask=w < W, other=0.0)
     tl.store(out_ptr + sample * W + w, acc, mask=w < W)
 
@@ -125,13 +131,14 @@ _add_chunks = Launcher(_add_chunks_kernel)
 
 
 def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, width: int, chunk: int) -> None:
-    """Add ``[slots, …]`` sums of chunks into ``[B, …]``, of ``width`` elements each, for the
-    samples that have several.
+    """Sum the partial sums ``[splits, …]`` of samples with several chunks into ``out`` ``[B, …]``.
+
+    Both have ``width`` elements per row.
     """
-    num_slots = sums.shape[0]
-    if num_slots:
+    num_splits = sums.shape[0]
+    if num_splits:
         _add_chunks(
-            (num_slots, -(-width // 2048)),
+            (num_splits, -(-width // 2048)),
             (sums, out, offsets, offsets.numel() - 1),
             _add_constants(width, chunk, devices.launches_overlap(out.device)),
         )
@@ -146,12 +153,12 @@ def _add_constants(width: int, chunk: int, overlap: bool) -> dict:
 
 
 @triton.jit
-def count_chunks(length, num_blocks, CHUNK: tl.constexpr, SLOT: tl.constexpr):
-    """Into how many chunks a history is cut for its blocks of query rows.
+def count_chunks(length, num_blocks, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
+    """Number of chunks that a history of ``length`` rows is split into.
 
-    There is one for each ``CHUNK`` rows, or ``SLOT · num_blocks`` where that is more: so all
-    samples together have no more than ``N // SLOT`` pairs of chunk and block, where they are cut at
-    all. Those numbered from ``offsets[b] // SLOT`` on, chunk by chunk, are sample ``b``'s slots.
+    Each has at least ``CHUNK`` rows, and at least ``SPLIT · num_blocks``: so samples with several
+    chunks have at most ``length // SPLIT`` pairs of chunk and block of query rows. These pairs are
+    the splits of sample ``b``, from ``offsets[b] // SPLIT`` on, chunk by chunk.
     """
-    rows = tl.maximum(SLOT * num_blocks, CHUNK)
+    rows = tl.maximum(SPLIT * num_blocks, CHUNK)
     return tl.maximum(length.to(tl.int32) // rows.to(tl.int32), 1).to(tl.int64)

@@ -1,4 +1,8 @@
-"""Tiles of matrices and their products, as exact as asked for."""
+"""Tiles of matrices, and their products in a given precision.
+
+``"bf16x6"`` and ``"bf16x8"`` decompose fp32 into three bf16 components, which tensor cores
+multiply.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "MOST_COLUMNS_OF_PARTS",
+    "MAX_DECOMPOSED_WIDTH",
     "gradient_precision",
     "load_tile",
     "multiply",
@@ -18,15 +22,15 @@ __all__ = [
     "tile_rows",
 ]
 
-MOST_COLUMNS_OF_PARTS = 256  # of rows whose bf16 parts fit in registers
-_TERMS = tl.constexpr(16)  # of a product of fp32, that are added one after the other
+MAX_DECOMPOSED_WIDTH = 256  # of rows whose bf16 components fit in registers
+_TERMS = tl.constexpr(16)  # of each partial sum of an fp32 product
 
 
 def product_precision(dtype: torch.dtype) -> str:
-    """Precision of matrix products; of fp32, as ``torch.get_float32_matmul_precision()`` asks.
+    """Precision of matrix products; for fp32 that of ``torch.get_float32_matmul_precision()``.
 
-    Exact products of fp32 are those of three bf16 parts, which hold it whole and which tensor cores
-    multiply. Triton's interpreter does not know them, and is exact.
+    Exact fp32 products are ``"bf16x6"``, except in Triton's interpreter, which does not support it
+    and is exact.
     """
     if dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
         return "tf32"
@@ -34,17 +38,17 @@ def product_precision(dtype: torch.dtype) -> str:
 
 
 def gradient_precision(precision: str) -> str:
-    """That of products whose sums may be of one term, as gradients of weights of one target are:
-    see :func:`multiply`.
+    """Precision of products that may sum a single term, such as weight gradients of one target: see
+    :func:`multiply`.
     """
     return "bf16x8" if precision == "bf16x6" else precision
 
 
 def tile_rows(row_bytes: int, precision: str = "tf32", registers: int = 0) -> int:
-    """Rows of a tile, 16 to 64, by the bytes of its rows.
+    """Rows of a tile, 16 to 64, for rows of ``row_bytes``.
 
-    Products on tensor cores read their operands from shared memory, where a few tiles of 32 KiB
-    fit. Exact fp32 products hold them in registers, where that many bytes fit.
+    Tensor cores read operands from shared memory, which holds a few tiles of 32 KiB. ``"ieee"``
+    products read them from registers: ``registers`` is how many bytes these hold.
     """
     budget = registers if precision == "ieee" else 32768
     return max(16, min(64, budget // row_bytes))
@@ -66,10 +70,10 @@ def tile_of(
     TRANSPOSED: tl.constexpr = False,
     INDEX: tl.constexpr = tl.int32,
 ):
-    """A tile of ``[num_i, num_j]``, or of what is its transpose where that is TRANSPOSED.
+    """A tile of ``[num_i, num_j]``, which if TRANSPOSED is stored as ``[num_j, num_i]``.
 
-    Returns where it begins, its elements from there in the integers that INDEX names, and which of
-    them there are.
+    Returns the offset of the tile (int64), those of its elements from there (INDEX), and the mask
+    of elements inside the matrix.
     """
     i = tl.arange(0, BLOCK_I)
     j = tl.arange(0, BLOCK_J)
@@ -95,18 +99,18 @@ def load_tile(
     TRANSPOSED: tl.constexpr = False,
     INDEX: tl.constexpr = tl.int32,
 ):
-    """The elements of a :func:`tile_of`; 0 where there are none."""
+    """Load a :func:`tile_of` a matrix, 0 outside of it."""
     origin, at, mask = tile_of(i_begin, j_begin, num_i, num_j, BLOCK_I, BLOCK_J, TRANSPOSED, INDEX)
     return tl.load(ptr + origin + at, mask=mask, other=0.0)
 
 
 @triton.jit
-def _parts(x):
-    """``x`` (fp32) as a sum of three bf16 that hold it whole: the upper bits, the
-    rounded remainder, and the remainder of that.
+def _decompose(x):
+    """``x`` (fp32) as an exact sum of three bf16: its upper bits, the rounded remainder, and the
+    remainder of that.
 
-    By integers: conversions to bf16 that are then taken apart are an eighth as fast. A NaN that has
-    its payload in the lower half alone, which no arithmetic makes, is cut to an infinity.
+    Integer operations are eight times as fast here as conversions to bf16. A NaN whose payload is
+    in the lower 16 bits alone, which no arithmetic returns, becomes infinity.
     """
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     remainder = x - high
@@ -115,10 +119,11 @@ def _parts(x):
 
 
 @triton.jit
-def _product_apart(a, b):
-    """``a · b``, exact, which is not begun at what is added to it.
+def _separate_product(a, b):
+    """``a · b``, exact, not accumulated into what the caller adds it to.
 
-    Triton makes one sum of two without the number given, which says nothing else but of fp8.
+    Without ``max_num_imprecise_acc``, which otherwise only concerns fp8, Triton fuses the addition
+    into the dot.
     """
     return tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=a.shape[1])
 
@@ -127,17 +132,17 @@ def _product_apart(a, b):
 def multiply(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a · b``, in fp32.
 
-    Exact products begin at zero, so that their sums stay as exact as they are. ``"bf16x6"`` takes
-    them of three bf16 parts: the small ones first, and where an infinity made NaN of them, without.
-    The error of a sum of one term is then up to five times fp32's. ``"bf16x8"`` leaves out no more
-    than the least product, and adds the largest in fp32 units, which round where tensor cores cut
-    off: that error is fp32's.
+    Exact products are summed from zero and then added, so that they are not rounded to the
+    magnitude of ``acc``. ``"bf16x6"`` sums six products of bf16 components, small ones first; where
+    an infinity makes the small ones NaN, they are skipped. The error of a sum of one term is up to
+    five times that of fp32. ``"bf16x8"`` skips only the smallest of the nine products and adds the
+    largest on CUDA cores, which round where tensor cores truncate: its error is that of fp32.
     """
     if a.dtype != tl.float32:
         acc = tl.dot(a, b, acc)
     elif PRECISION == "bf16x6" or PRECISION == "bf16x8":
-        a_high, a_middle, a_low = _parts(a)
-        b_high, b_middle, b_low = _parts(b)
+        a_high, a_middle, a_low = _decompose(a)
+        b_high, b_middle, b_low = _decompose(b)
         if PRECISION == "bf16x8":
             out = tl.dot(a_low, b_middle)
             out = tl.dot(a_low, b_high, out)
@@ -154,11 +159,11 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
             out = tl.dot(a_high, b_middle, out)
         out = tl.where(out == out, out, 0.0)
         if PRECISION == "bf16x8":
-            acc += _product_apart(a_high, b_high) + out
+            acc += _separate_product(a_high, b_high) + out
         else:
             acc += tl.dot(a_high, b_high, out)
     elif PRECISION == "ieee":
-        acc += _product_apart(a, b)
+        acc += _separate_product(a, b)
     else:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
@@ -166,7 +171,7 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _sum_in_pairs(x):
-    """``x`` ``[a power of two, m, n]`` added up over its first axis."""
+    """The pairwise sum of ``x`` ``[a power of two, m, n]`` over its first axis."""
     half: tl.constexpr = x.shape[0] // 2
     if half > 0:
         out = _sum_in_pairs(tl.sum(tl.reshape(x, [2, half, x.shape[1], x.shape[2]]), 0))
@@ -177,11 +182,10 @@ def _sum_in_pairs(x):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """``a · b`` of rows and columns, in fp32; exact sums of many terms are sums of partial sums.
+    """``a · b``, in fp32, without an accumulator.
 
-    Tensor cores add up few terms at a time, but fp32 units one after the other: of 128 terms the
-    error is then several times that of a matrix product by cuBLAS. Partial sums are added in pairs.
-    ``"bf16x6"`` is Triton's own.
+    ``"ieee"`` products are pairwise sums of partial sums of 16 terms: CUDA cores add one term after
+    the other, which for 128 terms has several times the error of cuBLAS. ``"bf16x6"`` is Triton's.
     """
     m: tl.constexpr = a.shape[0]
     n: tl.constexpr = b.shape[1]

@@ -1,4 +1,4 @@
-"""The softmax of tiles of scores: online, from its statistics, and its gradient."""
+"""Softmax of tiles of scores: online, from saved statistics, and its gradient."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def online_softmax_update(
 ):
     """One step of the online softmax over ``AXIS``, of ``products · factor + bias``.
 
-    The maximum is taken off in one fused multiply-add, so that no score is rounded before. All of
-    a row's scores may be ``-inf`` so far: it then has weights of zero. LOG2_BASE is log2(e), or 1
-    where factor and bias have it in them.
+    The maximum is subtracted in a fused multiply-add, so that scores are not rounded before. A row
+    whose scores are all ``-inf`` so far has weights of zero. LOG2_BASE is log2(e), or 1 if factor
+    and bias include it.
 
-    Returns the tile's weights, the factor for what was summed before, the new maximum and the new
+    Returns the tile's weights, the factor that rescales earlier sums, the new maximum and the new
     total.
     """
     scores = tl.where(visible, products * factor + bias, -float("inf"))
@@ -53,10 +53,10 @@ def online_softmax_update(
 
 @triton.jit
 def store_stats(stats_ptr, num_rows, rows, mask, maximum, total):
-    """Keep what :func:`softmax_weights` needs of ``rows``, in ``[2, num_rows]`` fp32.
+    """Store the maximum and inverse total of ``rows`` in ``[2, num_rows]`` fp32.
 
-    Not their log-sum-exp: it would round the weights by as much as it is larger than one. Rows that
-    see nothing are kept as zeros, of those that see NaN the total is NaN.
+    A log-sum-exp instead would round the weights by its own rounding error, which grows with its
+    magnitude. Rows without a visible key have zeros; with NaN among their scores, a total of NaN.
     """
     seen = total != 0
     tl.store(stats_ptr + rows, tl.where(seen, maximum, 0.0), mask=mask)

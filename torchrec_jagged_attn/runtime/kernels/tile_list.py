@@ -1,11 +1,11 @@
-"""Which tiles of rows the kernels of jagged flash attention work on, and in which order.
+"""The tile scheduler of jagged flash attention: a list of tiles, those with most work first.
 
-A tile is a block of rows of one side, queries or keys, of one sample. A list of them is made on the
-device, so that no program is idle for a short sample and the longest begin first; how many there
-may be follows from shapes. Short samples, at most so many rows on both sides, are not in the list:
-kernels of their own take a whole sample at a time (``general_short.py``, ``hopper_short.py``).
+A tile is a block of rows of one side, queries or keys, of one sample. The list is built on the
+device, so that short samples leave no program idle; its capacity follows from shapes. Short
+samples, with few rows on both sides, are not in the list: ``general_short.py`` and
+``hopper_short.py`` compute them whole.
 
-What a sample gets depends on its own lengths alone, so that no result depends on other samples.
+The tiles of a sample depend on its own lengths alone, so that results are batch-invariant.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from torchrec_jagged_attn.runtime.launch import Launcher
 __all__ = ["list_tiles", "locate_tile", "most_tiles"]
 
 CLASSES = 16  # octaves of lengths
-CHUNK = 256  # samples of a program that lists tiles
+CHUNK = 256  # samples whose tiles a program lists
 SCAN = 2048  # samples that it counts at a time
-
-
 FIELDS = tl.constexpr(5)  # of a tile: sample, row, count, base, num_other, see locate_tile
 
 
@@ -39,10 +37,10 @@ def _count_tiles(
     BLOCK: tl.constexpr,
     NUM_CLASSES: tl.constexpr,
 ):
-    """How many tiles each of the samples ``b`` has, its class, and its rows.
+    """``(num_tiles, of_class, own_row, own, other_row, other)`` of the samples ``b``.
 
-    A class is an octave of the length of the other side, which is the work of a tile. All are
-    shaped as ``b``; rows are first one and number, of either side.
+    The class is the octave of the length of the other side, which is the work of a tile. The rest
+    is first row and number of rows of each side.
     """
     mask = b < num_samples
     own_row = tl.load(own_offsets_ptr + b, mask=mask, other=0).to(tl.int64)
@@ -69,9 +67,9 @@ def _list_tiles_kernel(
     SCAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """List the tiles of a chunk's samples of one class.
+    """List the tiles of one class, of CHUNK samples.
 
-    They come after those of all longer classes, and of the same class in earlier chunks.
+    They follow those of all longer classes, and those of the same class of earlier samples.
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()
@@ -130,16 +128,16 @@ def list_tiles(
     block: int,
     together: int = 0,
 ) -> Tensor:
-    """List the tiles of ``block`` rows of one side, those that meet most of the other side first.
+    """List the tiles of ``block`` rows of one side, those of the longest other sides first.
 
-    Samples of at most ``short`` rows on both sides are left out. There may be no more tiles than
-    ``capacity``, see :func:`most_tiles`. The tiles of a sample lie one after the other, unless
-    ``together``, a power of two, is given. Then neighboring samples, which together have about
-    so many rows of the other side, are interleaved: the first tile of each, then the second ones.
+    Samples of at most ``short`` rows on both sides are left out. ``capacity`` is at least the
+    number of tiles, see :func:`most_tiles`. The tiles of a sample are consecutive, unless
+    ``together``, a power of two, is given: then neighboring samples with about so many rows of the
+    other side in all are interleaved, first tiles before second tiles.
 
     Returns:
-        ``[1 + capacity, FIELDS]`` int64: how many tiles there are, a zero for programs to count
-        what they have taken, and, from the second row on, where each tile lies.
+        ``[1 + capacity, FIELDS]`` int64: in the first row the number of tiles and a zero, which
+        programs use as the counter of tiles taken; then one tile per row.
     """
     tiles = own_offsets.new_empty(1 + capacity, FIELDS.value, dtype=torch.int64)
     num_samples = own_offsets.numel() - 1
@@ -161,11 +159,11 @@ def list_tiles(
 
 
 def most_tiles(num_own: int, num_other: int, num_samples: int, short: int, block: int) -> int:
-    """How many tiles of ``block`` rows any samples of so many rows have, short ones left out.
+    """An upper bound of the number of tiles of ``block`` rows, without those of short samples.
 
-    ``num_other`` is zero where the other side's rows are as many in every sample. A sample has at
-    most one tile more than it fills; and, where it takes more than ``short`` rows to have any and a
-    tile holds twice that, at most one for each ``short`` rows.
+    ``num_other`` is zero if both sides have the same lengths. A sample has at most one partly
+    filled tile. If only samples of more than ``short`` rows have tiles, which hold twice that, a
+    sample has at most one tile for each ``short`` rows.
     """
     at_most = num_own // block + num_samples
     if 0 < 2 * short <= block:
@@ -175,15 +173,15 @@ def most_tiles(num_own: int, num_other: int, num_samples: int, short: int, block
 
 @triton.jit
 def locate_tile(tiles_ptr, index, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the tile ``index`` of the list lies, and what its rows see of the other side.
+    """The rows of the tile ``index`` of the list, and the rows of the other side that they see.
 
     Returns:
-        ``(listed, sample, row, count, base, num_other, low, high, diagonal)``. ``listed`` says
-        whether there is such a tile. Its first row is ``row``, from where on its ``sample`` has
-        ``count`` rows. The sample's other side has ``num_other`` rows, the first of them ``base``.
-        The last three are counted from that one. Each row of the tile sees ``low`` to ``high - 1``,
-        ``[BLOCK]`` int32, or a scalar where it is one for all. ``diagonal`` is as far from its
-        side's end as the tile's first row is from its own.
+        ``(listed, sample, row, count, base, num_other, low, high, diagonal)``. ``listed``: whether
+        there is such a tile. ``row``: its first row, from which on its ``sample`` has ``count``
+        rows. ``base`` and ``num_other``: first row and number of rows of the other side, from which
+        the rest is counted. Each row of the tile sees ``low`` to ``high - 1``, scalars or
+        ``[BLOCK]`` int32. ``diagonal``: the row on the causal diagonal of the tile's first row, as
+        far from the end of its side.
     """
     listed = index < tl.load(tiles_ptr)
     tile_ptr = tiles_ptr + (1 + index) * FIELDS

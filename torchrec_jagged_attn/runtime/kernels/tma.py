@@ -1,8 +1,8 @@
-"""Boxes of jagged rows for the tensor memory accelerator, and rings of them in shared memory.
+"""Boxes of jagged rows for the tensor memory accelerator, and ring buffers of them.
 
-A ring has room for STAGES tiles, which one warp fills and others read: tile ``n`` lies where
-tile ``n - STAGES`` was. Each stage has two barriers: ``full``, which opens once a tile is
-there, and ``empty``, which opens once all readers have released it.
+A ring buffer has STAGES tiles in shared memory: one producer warp fills them, consumers read them,
+and tile ``n`` replaces tile ``n - STAGES``. Each stage has two barriers: ``full`` completes once
+the tile has arrived, ``empty`` once all consumers have released it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = [
     "Barriers",
     "Descriptor",
     "Ring",
+    "commit",
     "copy_in",
     "copy_out",
     "fill",
-    "give",
     "is_addressable",
     "jagged_rows",
     "make_barriers",
@@ -41,14 +41,14 @@ END = gl.constexpr(2**30)  # see jagged_rows
 
 
 class Barriers(NamedTuple):
-    """Those of a ring whose tiles lie elsewhere, each ``[STAGES, 1]``."""
+    """Barriers of a ring, ``[STAGES, 1]`` each."""
 
     full: Any
     empty: Any
 
 
 class Ring(NamedTuple):
-    """A ring, ``tiles`` of it ``[STAGES, *box]``."""
+    """Barriers and ``tiles`` ``[STAGES, *box]`` of a ring."""
 
     full: Any
     empty: Any
@@ -57,7 +57,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """The barriers of a ring. WRITERS give each tile, and READERS release it."""
+    """The barriers of a ring. WRITERS commit each tile, and READERS release it."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -68,7 +68,7 @@ def make_barriers(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.const
 
 @gluon.jit
 def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr = 2):
-    """A ring for boxes of ``desc``, which :func:`fill` gives."""
+    """A ring for boxes of ``desc``, which :func:`fill` copies."""
     shape: gl.constexpr = [STAGES] + desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full, empty = make_barriers(STAGES, 1, READERS)
@@ -77,27 +77,27 @@ def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr = 2):
 
 @gluon.jit
 def wait_full(ring, n):
-    """Wait until tile ``n`` of a ring is there."""
+    """Consumer: wait until tile ``n`` of a ring has arrived."""
     STAGES: gl.constexpr = ring.full.shape[0]
     mbarrier.wait(ring.full.index(n % STAGES), (n // STAGES) & 1)
 
 
 @gluon.jit
 def wait_empty(ring, n):
-    """Wait until the tile that lay where tile ``n`` of a ring is to lie has been read."""
+    """Producer: wait until the stage of tile ``n`` of a ring is free."""
     STAGES: gl.constexpr = ring.full.shape[0]
     mbarrier.wait(ring.empty.index(n % STAGES), (n // STAGES + 1) & 1)
 
 
 @gluon.jit
-def give(ring, n):
-    """Say that tile ``n`` of a ring is there."""
+def commit(ring, n):
+    """Producer: signal that tile ``n`` of a ring is complete."""
     mbarrier.arrive(ring.full.index(n % ring.full.shape[0]))
 
 
 @gluon.jit
 def release(ring, n):
-    """Say that this reader is done with tile ``n`` of a ring."""
+    """Consumer: free the stage of tile ``n`` of a ring."""
     mbarrier.arrive(ring.empty.index(n % ring.full.shape[0]))
 
 
@@ -110,31 +110,29 @@ def rows(ring, n):
 
 @gluon.jit
 def read(ring, n):
-    """Tile ``n`` of a ring, ``[rows, width]``, once it is there."""
+    """Consumer: tile ``n`` of a ring, ``[rows, width]``, once it has arrived."""
     wait_full(ring, n)
     return rows(ring, n)
 
 
 @gluon.jit
 def copy_in(desc, end, remaining, head, barrier, tile, pred=True):
-    """Begin to copy the box whose first row is ``remaining`` rows before ``end`` into ``tile``, if
-    ``pred``.
-    """
+    """If ``pred``, start to copy the box from ``remaining`` rows before ``end`` on to ``tile``."""
     coordinates = [END, end, END - remaining, head, 0]
     tma.async_copy_global_to_shared(desc, coordinates, barrier, tile, pred)
 
 
 @gluon.jit
 def copy_out(desc, end, remaining, head, tile, column=0):
-    """Begin to copy ``tile`` to the box that :func:`copy_in` would read, from ``column`` on."""
+    """Start to copy ``tile`` to the box that :func:`copy_in` would read, from ``column`` on."""
     tma.async_copy_shared_to_global(desc, [END, end, END - remaining, head, column], tile)
 
 
 @gluon.jit
 def fill(ring, n, desc, end, remaining, head, MORE_BYTES: gl.constexpr = 0):
-    """Begin to copy tile ``n`` of a ring, see :func:`copy_in`.
+    """Producer: start to copy tile ``n`` of a ring, see :func:`copy_in`.
 
-    MORE_BYTES come to the same barrier from elsewhere.
+    MORE_BYTES of other copies arrive at the same barrier.
     """
     stage = n % ring.full.shape[0]
     full = ring.full.index(stage)
@@ -154,19 +152,19 @@ def is_addressable(x: Tensor) -> bool:
 
 
 class Descriptor(TensorDescriptor):
-    """One that does not check its fields, which takes longer than all else of a launch."""
+    """A descriptor without checks of its fields, which take longer than the rest of a launch."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def jagged_rows(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Boxes of ``rows`` of one head of ``x`` ``[L, H, D]`` that end where a sample ends.
+    """Boxes of ``rows`` of one head of ``x`` ``[L, H, D]`` that are cut off where a sample ends.
 
-    Row ``j`` from the end of a sample, whose rows are before row ``end``, has the coordinates
-    ``(END, end, END - j)``: the third one has its bound there. In steps of ``s`` elements from row
-    to row the first one is worth ``2^34 - s``, so that all is ``2^64 + s · (end - j)`` elements,
-    and addresses have 64 bits, of bytes.
+    The row ``j`` rows before ``end``, the end of its sample, has the coordinates
+    ``(END, end, END - j)``: the bound of the third dimension is END, so that rows from ``end`` on
+    are out of bounds. With a stride of ``s`` elements between rows, that of the first dimension is
+    ``2^34 - s``, so that the address is ``2^64 + s · (end - j)`` elements; 2^64 wraps to zero.
     """
     s = x.stride(0)
     endless = 2**31 - 2**16

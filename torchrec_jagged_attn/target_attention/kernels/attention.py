@@ -1,23 +1,22 @@
-"""Target attention: a few query rows per sample over that sample's history rows.
+"""Launches of target attention: a few query rows per sample over that sample's history rows.
 
 Keys and values are the same rows ``x``. With R query rows per sample (targets × heads, in this
 order), N history rows of width D and e bytes an element:
 
     forward    reads x once per block of query rows: N·D·e bytes, 4·N·R·D FLOPs
-    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs. This is where one block
-               holds the query rows of a sample, in half precision or by the kernels of
-               ``warp_parts.py``. Else it reads x once more for each block: 14·N·R·D FLOPs
+    backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs, if a sample has one
+               block of query rows, and in half precision or with the kernels of
+               ``warp_common.py``. Else it reads x once more per block: 14·N·R·D FLOPs
 
-Where rows are read by indices, x is read where it lies, and dx is written so, of rows that one
-place names. Those of the others are left to ``row_gradients.py``, which takes a row at a time.
+With gather indices, x is read in place, and dx is written for rows whose index occurs once. The
+others are left to ``row_gradients.py``.
 
-Rows that are packed codes are read as bytes, and have no gradient: ``history_rows.py``,
-``code_parts.py``.
+Packed codes are read as bytes, and have no gradient: ``history_rows.py``, ``warp_codes.py``.
 
-A history is cut into chunks, so that a long one is spread over the GPU. The sums of its chunks are
-combined in their order: by a kernel of their own or, on the paths ``one_warp`` and ``warpgroup``,
-by the program that ends last, which an atomic counter tells. There are no other atomics. Where a
-history is cut depends on its own length alone.
+Long histories are split into chunks, so that all of the GPU is used. Splits are combined in order:
+by another kernel or, in the variants ``one_warp`` and ``warpgroup``, by the last program of a
+sample, which an atomic counter identifies. There are no other atomics. The split of a history
+depends on its length alone.
 """
 
 from __future__ import annotations
@@ -64,16 +63,16 @@ from torchrec_jagged_attn.target_attention.kernels.records import (
     Listing,
     Outputs,
     Samples,
-    SlotList,
+    SplitList,
     Sums,
 )
 from torchrec_jagged_attn.target_attention.kernels.row_gradients import (
-    PLACES_OF_PROGRAM,
-    ZEROS_OF_PROGRAM,
-    Places,
+    INDICES_PER_PROGRAM,
+    ZERO_ROWS_PER_PROGRAM,
     QueryRows,
+    SortedIndices,
     combine_rows_kernel,
-    find_places_kernel,
+    find_runs_kernel,
     rows_kernel,
 )
 from torchrec_jagged_attn.target_attention.kernels.warpgroup_backward import (
@@ -86,7 +85,7 @@ from torchrec_jagged_attn.target_attention.plan import DENSE, JAGGED, SHARED, Ca
 
 __all__ = ["backward", "forward", "listing_of", "sum_of_tables"]
 
-SUMMED_COLUMNS = 8  # elements of a table that a program sums up
+SUMMED_COLUMNS = 8  # elements of a table per program
 
 _forward = Launcher(forward_kernel)
 _combine_outputs = Launcher(combine_outputs_kernel)
@@ -94,10 +93,10 @@ _grad_query = Launcher(grad_query_kernel)
 _grad_history = Launcher(grad_history_kernel)
 _combine_gradients = Launcher(combine_gradients_kernel)
 _sum_tables = Launcher(sum_tables_kernel)
-_find_places = Launcher(find_places_kernel)
+_find_runs = Launcher(find_runs_kernel)
 _rows = Launcher(rows_kernel)
 _combine_rows = Launcher(combine_rows_kernel)
-_list_slots = Launcher(schedule.list_slots_kernel)
+_list_splits = Launcher(schedule.list_splits_kernel)
 _one_warp_forward = Launcher(one_warp_forward_kernel)
 _one_warp_backward = Launcher(one_warp_backward_kernel)
 _few_warps_forward = Launcher(few_warps_forward_kernel)
@@ -107,24 +106,24 @@ _warpgroup_backward = Launcher(warpgroup_backward_kernel)
 
 
 def listing_of(args: TargetArguments, backward: bool) -> Listing | None:
-    """The list of slots that the call of ``args`` needs, for the kernel before it to make.
+    """The list of splits of the call of ``args``, to be built by the kernel before it.
 
-    ``None`` where there is no list, or this family makes it by itself.
+    ``None`` if it needs no list, or builds it itself.
     """
     history = args.history
     if not args.query.numel() or _unit_stride(history) is not history:
         return None
-    plan = plan_of(_call_of(args, history, backward, slots_given=True))
-    num_slots = args.num_rows // plan.slot
-    if not plan.listed or not num_slots:
+    plan = plan_of(_call_of(args, history, backward, splits_given=True))
+    num_splits = args.num_rows // plan.split
+    if not plan.listed or not num_splits:
         return None
-    slots = args.offsets.new_empty(2, num_slots, dtype=torch.int32)
-    slot_list = SlotList(slots, args.offsets.contiguous())
-    return Listing(slot_list, args.offsets.shape[0] - 1, num_slots, plan.chunk)
+    splits = args.offsets.new_empty(2, num_splits, dtype=torch.int32)
+    split_list = SplitList(splits, args.offsets.contiguous())
+    return Listing(split_list, args.offsets.shape[0] - 1, num_splits, plan.chunk)
 
 
 def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
-    """Attend. ``listing``, of :func:`listing_of`, was given to the kernel that made the queries."""
+    """Attend. ``listing``, of :func:`listing_of`, has been built by the kernel of the queries."""
     query = args.query
     shape = list(query.shape)
     if args.query_offsets is None:
@@ -137,17 +136,17 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
     if out.numel() == 0:
         return outputs
     launch = _Launch(args, listing, backward=False)
-    plan, num_slots = launch.plan, launch.num_slots
+    plan, num_splits = launch.plan, launch.num_splits
     if paths.LOG:
         paths.log_choice("jagged_target_attention forward", plan.choice)
     sums = Sums(
-        stats.new_empty(num_slots, plan.slot_rows, plan.call.width),
-        stats.new_empty(num_slots, 2, plan.slot_rows),
+        stats.new_empty(num_splits, plan.split_rows, plan.call.width),
+        stats.new_empty(num_splits, 2, plan.split_rows),
     )
     written = Outputs(out, residual if is_rounded else None, stats)
-    grid = (num_slots + launch.num_samples,)
+    grid = (num_splits + launch.num_samples,)
     taken = (launch.query, launch.history, launch.biases, written, sums, launch.samples())
-    sizes = (*launch.sizes, num_slots)
+    sizes = (*launch.sizes, num_splits)
     if plan.path == "warpgroup":
         query, history, *records = taken
         boxes = _boxes_of(history, plan)
@@ -157,11 +156,13 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
     elif plan.path == "few_warps":
         _few_warps_forward(grid, (*taken, *sizes, args.scale), plan.kernel)
     else:
-        grid = (num_slots + launch.num_blocks,)
+        grid = (num_splits + launch.num_blocks,)
         _forward(grid, (*taken, *sizes, plan.call.history_stride, args.scale), plan.kernel)
-    if num_slots and not plan.listed:
+    if num_splits and not plan.listed:
         _combine_outputs(
-            (num_slots, plan.column_blocks), (sums, written, taken[-1], *launch.sizes), plan.combine
+            (num_splits, plan.column_blocks),
+            (sums, written, taken[-1], *launch.sizes),
+            plan.combine,
         )
     return outputs
 
@@ -175,28 +176,27 @@ def backward(
     listing: Listing | None = None,
     grad_lse: Tensor | None = None,
 ) -> TargetGradients:
-    """Gradients, that of ``bias`` if ``needs_bias``; of prior weights, of their logarithms.
+    """Gradients; that of ``bias`` if ``needs_bias``, with prior weights of their logarithms.
 
-    That of the history always, but, where it is read by indices, if ``needs_history``; where it is
-    packed codes, it is ``None``. ``grad_lse`` is that of log-sum-exps: where nothing is seen, it
-    counts as zero.
-    ``listing`` was given to the kernel that made ``grad_out``.
+    That of the history is ``None`` for packed codes, and with gather indices unless
+    ``needs_history``. ``grad_lse`` is that of log-sum-exps, ignored for queries without a visible
+    row. ``listing`` has been built by the kernel of ``grad_out``.
     """
     launch = _Launch(args, listing, backward=True)
-    plan, num_programs = launch.plan, launch.num_slots + launch.num_samples
+    plan, num_programs = launch.plan, launch.num_splits + launch.num_samples
     call = plan.call
     bias, position_bias, age_bias = args.bias, args.position_bias, args.age_bias
     if paths.LOG:
         paths.log_choice("jagged_target_attention backward", plan.choice)
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
-    delta = grad_history = found = None
+    delta = grad_history = sorted_indices = None
     if not call.of_codes and (needs_history or not call.by_index):
         grad_history = args.history.new_empty(*args.history.shape)
     if call.by_index or plan.more_blocks:
         delta = torch.empty_like(outputs.stats[0])
     if grad_history is not None and launch.indices is not None:
-        found = _find_rows(launch, launch.indices)
+        sorted_indices = _sort_indices(launch, launch.indices)
     grad_bias = None
     if bias is not None and needs_bias:
         dtype = torch.float32 if call.prior else bias.dtype
@@ -211,11 +211,13 @@ def backward(
     grad_lse = _contiguous(grad_lse)
     read = Outputs(outputs.out, outputs.residual if call.half else None, outputs.stats, grad_lse)
     if launch.num_samples:
-        targets = None if found is None else found.targets
+        targets = None if sorted_indices is None else sorted_indices.targets
         grads = Gradients(grad_query, delta, grad_history, grad_bias, grad_tables, targets)
         _launch_backward(launch, grad_out, read, grads, args.scale)
-    if grad_history is not None and delta is not None and found is not None:
-        _add_up_rows(launch, found, grad_out, read, delta, grad_history, args.scale)
+    if grad_history is not None and delta is not None and sorted_indices is not None:
+        _write_row_gradients(
+            launch, sorted_indices, grad_out, read, delta, grad_history, args.scale
+        )
     if shared:
         grad_query = grad_query.sum(0, keepdim=True).to(dtype=args.query.dtype)
     grad_position_bias = grad_age_bias = None
@@ -233,18 +235,18 @@ def _launch_backward(
     launch: _Launch, grad_out: Tensor, outputs: Outputs, grads: Gradients, scale: float
 ) -> None:
     """Launch the kernels that write ``grads``, of one sample or more."""
-    plan, call, num_slots = launch.plan, launch.plan.call, launch.num_slots
-    acc = outputs.stats.new_empty(num_slots, plan.slot_rows, call.width)
+    plan, call, num_splits = launch.plan, launch.plan.call, launch.num_splits
+    acc = outputs.stats.new_empty(num_splits, plan.split_rows, call.width)
     weights = None
     of_mean = plan.path == "one_warp" and call.buckets and call.score == "softmax"
     if of_mean and not call.half:  # gradients of tables are exact
-        weights = acc.new_empty(num_slots, 1 + call.buckets, call.query_rows)
+        weights = acc.new_empty(num_splits, 1 + call.buckets, call.query_rows)
     elif plan.more_blocks:
-        weights = acc.new_empty(num_slots, plan.slot_rows)
+        weights = acc.new_empty(num_splits, plan.split_rows)
     sums = Sums(acc, weights)
-    grid = (num_slots + launch.num_samples,)
+    grid = (num_splits + launch.num_samples,)
     inputs = (launch.query, launch.history, launch.biases, outputs)
-    sizes = (*launch.sizes, num_slots)
+    sizes = (*launch.sizes, num_splits)
     if plan.path == "warpgroup":
         query, history, *records = inputs
         boxes = _boxes_of(history, plan), _boxes_of(grads.history, plan)
@@ -264,10 +266,10 @@ def _launch_backward(
     elif plan.one_block:
         _grad_history(grid, by_triton, plan.kernel | {"ONE_BLOCK": True})
     if plan.more_blocks and has_queries:
-        _grad_query((num_slots + launch.num_blocks,), by_triton, plan.kernel)
-    if num_slots and has_queries:
+        _grad_query((num_splits + launch.num_blocks,), by_triton, plan.kernel)
+    if num_splits and has_queries:
         _combine_gradients(
-            (num_slots, plan.column_blocks),
+            (num_splits, plan.column_blocks),
             (sums, outputs, grads, samples, *launch.sizes, scale),
             plan.combine,
         )
@@ -276,76 +278,81 @@ def _launch_backward(
         _grad_history(grid, by_triton, plan.kernel | {"ONE_BLOCK": False})
 
 
-def _find_rows(launch: _Launch, indices: Tensor) -> Places:
-    """Which places name each row, for the kernels of ``row_gradients.py``."""
-    num_places, num_rows, num_samples = indices.shape[0], launch.history.shape[0], launch.sizes[0]
+def _sort_indices(launch: _Launch, indices: Tensor) -> SortedIndices:
+    """Sorted gather indices, for the kernels of ``row_gradients.py``."""
+    num_indices, num_rows, num_samples = indices.shape[0], launch.history.shape[0], launch.sizes[0]
     keys = indices.to(dtype=torch.int32) if num_rows < 2**31 else indices
-    found = Places(
-        keys.new_empty(num_places),
-        indices.new_empty(2, num_places, dtype=torch.int32),
-        indices.new_empty(-(-num_places // PLACES_OF_PROGRAM), dtype=torch.int32),
+    sorted_indices = SortedIndices(
+        keys.new_empty(num_indices),
+        indices.new_empty(2, num_indices, dtype=torch.int32),
+        indices.new_empty(-(-num_indices // INDICES_PER_PROGRAM), dtype=torch.int32),
         indices.new_zeros(2, num_rows, dtype=torch.int32),
     )
-    if num_places:
+    if num_indices:
         order = keys.argsort(stable=True)
-        sizes = num_places, num_rows, num_samples, num_samples.bit_length()
-        _find_places(
-            (-(-num_places // 256),),
-            (order, indices, launch.offsets, found, *sizes),
-            {"BLOCK": 256, "PLACES": PLACES_OF_PROGRAM},
+        sizes = num_indices, num_rows, num_samples, num_samples.bit_length()
+        _find_runs(
+            (-(-num_indices // 256),),
+            (order, indices, launch.offsets, sorted_indices, *sizes),
+            {"BLOCK": 256, "INDICES": INDICES_PER_PROGRAM},
         )
-    return found
+    return sorted_indices
 
 
-def _add_up_rows(
+def _write_row_gradients(
     launch: _Launch,
-    found: Places,
+    sorted_indices: SortedIndices,
     grad_out: Tensor,
     outputs: Outputs,
     delta: Tensor,
     grad_history: Tensor,
     scale: float,
 ) -> None:
-    """Write the gradients of rows that no place names, or several do."""
+    """Write the gradients of rows whose index does not occur, or occurs several times."""
     plan, indices, history = launch.plan, launch.indices, launch.history
-    num_places, num_rows = found.targets.shape[0], history.shape[0]
-    num_slots = num_places // plan.combine_rows["C"].CHUNK
-    sums = delta.new_empty(num_slots, plan.call.width)
+    num_indices, num_rows = sorted_indices.targets.shape[0], history.shape[0]
+    num_splits = num_indices // plan.combine_rows["C"].CHUNK
+    sums = delta.new_empty(num_splits, plan.call.width)
     samples = Samples(None, launch.offsets, launch.query_offsets, indices)
-    of_places, of_zeros = -(-num_places // PLACES_OF_PROGRAM), -(-num_rows // ZEROS_OF_PROGRAM)
+    of_indices, of_zeros = (
+        -(-num_indices // INDICES_PER_PROGRAM),
+        -(-num_rows // ZERO_ROWS_PER_PROGRAM),
+    )
     if num_rows:
         queries = QueryRows(grad_out, launch.query, outputs.stats, delta, outputs.grad_lse)
-        tensors = (queries, history, launch.biases, grad_history, sums, found, samples)
-        sizes = num_rows, num_places, *launch.sizes[1:], num_slots
+        tensors = (queries, history, launch.biases, grad_history, sums, sorted_indices, samples)
+        sizes = num_rows, num_indices, *launch.sizes[1:], num_splits
         _rows(
-            (num_slots + of_places + of_zeros,),
+            (num_splits + of_indices + of_zeros,),
             (*tensors, *sizes, plan.call.history_stride, scale),
             plan.rows,
         )
-    if num_slots:
+    if num_splits:
         _combine_rows(
-            (num_slots,), (sums, grad_history, found, indices, num_rows), plan.combine_rows
+            (num_splits,),
+            (sums, grad_history, sorted_indices, indices, num_rows),
+            plan.combine_rows,
         )
 
 
 class _Launch:
-    """What kernels of both directions take of one call.
+    """The plan and the prepared inputs of one call, for either direction.
 
     Attributes:
         query, history, biases: as kernels read them.
-        sizes: samples, targets of each, and query rows of all.
-        num_slots: of chunks.
-        num_blocks: of all query rows.
+        sizes: number of samples, of targets per sample, and of query rows in all.
+        num_splits: capacity of partial results.
+        num_blocks: of all query rows, at most.
     """
 
     def __init__(self, args: TargetArguments, listing: Listing | None, backward: bool) -> None:
         query, offsets, query_offsets = args.query, args.offsets, args.query_offsets
         history = _unit_stride(args.history)
-        call = _call_of(args, history, backward, slots_given=listing is not None)
+        call = _call_of(args, history, backward, splits_given=listing is not None)
         plan = self.plan = plan_of(call)
         self.listing = listing
         self.num_samples = offsets.shape[0] - 1
-        self.num_slots = args.num_rows // plan.slot
+        self.num_splits = args.num_rows // plan.split
         if call.layout == JAGGED:
             total_rows = query.shape[0] * call.num_heads
             self.num_blocks = total_rows // plan.block_r + self.num_samples
@@ -361,27 +368,27 @@ class _Launch:
         self.indices = _contiguous(args.indices)
 
     def samples(self) -> Samples:
-        """Where samples lie, for the main kernel.
+        """Offsets, indices and the list of splits, for the main kernel.
 
-        If the path has a list of slots and none is given, the kernel that makes it is launched, and
-        may still be at it: no other may come before the main one.
+        If the variant needs a list of splits and none is given, this launches the kernel that
+        builds it. The main kernel must be the next launch, since it overlaps with this one.
         """
-        slots = None
+        splits = None
         if self.listing is not None:
-            slots = self.listing.slot_list.slots
+            splits = self.listing.split_list.splits
         elif self.plan.listed:
-            slots = self.offsets.new_empty(2, self.num_slots, dtype=torch.int32)
-            if self.num_slots:
-                _list_slots(
+            splits = self.offsets.new_empty(2, self.num_splits, dtype=torch.int32)
+            if self.num_splits:
+                _list_splits(
                     (-(-self.num_samples // schedule.SAMPLES_OF_LIST),),
-                    (SlotList(slots, self.offsets), self.num_samples, self.num_slots),
-                    self.plan.list_slots,
+                    (SplitList(splits, self.offsets), self.num_samples, self.num_splits),
+                    self.plan.list_splits,
                 )
-        return Samples(slots, self.offsets, self.query_offsets, self.indices)
+        return Samples(splits, self.offsets, self.query_offsets, self.indices)
 
 
-def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given: bool) -> Call:
-    """What the plan depends on; ``history`` is as kernels read it."""
+def _call_of(args: TargetArguments, history: Tensor, backward: bool, splits_given: bool) -> Call:
+    """The :class:`Call` of ``args``, with ``history`` as kernels read it."""
     bias, position_bias, age_bias = args.bias, args.position_bias, args.age_bias
     if args.query_offsets is not None:
         layout, num_targets = JAGGED, 0  # differs by sample
@@ -407,14 +414,14 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, slots_given
         addressable=history.shape[0] <= END.value,
         precision=product_precision(args.query.dtype),
         score=args.score,
-        slots_given=slots_given,
+        splits_given=splits_given,
         by_index=args.indices is not None,
         num_levels=args.num_levels,
     )
 
 
 def _boxes_of(x: Tensor, plan: Plan) -> TensorDescriptor:
-    """Boxes of rows of ``x``, of its memory as it is, for the kernels of warpgroups."""
+    """A descriptor of boxes of rows of ``x``, for the kernels of warpgroups."""
     if not x.shape[0]:
         x = x.new_empty(1, x.shape[1])  # a descriptor needs a row
     return jagged_rows(x.unsqueeze(1), plan.tiles["BLOCK_N"], plan.tiles["BLOCK_D"])
@@ -444,10 +451,10 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """``tensor`` where copies of 16 bytes can begin, if need be a copy."""
+    """``tensor`` itself, if it is aligned to 16 bytes, else a copy."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    """``x`` as it is, if the elements of a row are next to each other, else a copy."""
+    """``x`` itself, if the elements of a row are contiguous, else a copy."""
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()

@@ -1,11 +1,10 @@
 """Backward of target attention by one to four warps, for samples of 9 to 64 query rows.
 
-Each warp has 16 query rows for scores, and 16 history rows for their gradients. History rows are
-read once and their gradients written once: 2·N·D·e bytes, 10·N·R·D FLOPs.
+Each warp has 16 query rows of scores, and 16 history rows of gradients. History rows are read once
+and their gradients written once: 2·N·D·e bytes, 10·N·R·D FLOPs.
 
-Weights and gradients of scores lie one above the other in shared memory, and so do gradients of
-outputs and queries: one product makes the gradients of history rows. ``general_combine.py`` sums up
-the chunks.
+The gradient of history rows is one product of p stacked on ds with grad_out stacked on q, both in
+shared memory. ``general_combine.py`` combines chunks.
 """
 
 from __future__ import annotations
@@ -21,33 +20,33 @@ from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     load_stats,
     store_delta,
 )
-from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
-    allocate_parts,
+from torchrec_jagged_attn.target_attention.kernels.warp_common import (
+    allocate_components,
     blocks_of,
     columns_at_once,
     copy_next,
+    decompose,
     drop_weights,
     exp,
     find_chunk,
     indices_to_store,
     load_bias,
-    load_parts,
+    load_components,
     load_rows,
     load_targets,
     next_indices,
     open_ring,
-    parts_of_rows,
     product,
     query_draws,
     ring_layout,
     row_buckets,
-    row_numbers,
+    row_components,
+    row_positions,
     rows_of_sample,
     score_gradients,
-    split,
+    store_components,
     store_grad_of_bias,
     store_grad_of_history,
-    store_parts,
     store_rows,
     weights_and_slopes,
     zeros_by_column,
@@ -57,11 +56,11 @@ __all__ = ["backward_kernel"]
 
 
 @gluon.jit
-def _add_to_table(table, buckets, visible, ds, FIRST: gl.constexpr, PARTS: gl.constexpr):
-    """Add gradients of scores ``ds`` (in PARTS, as left operands) to their ``buckets``.
+def _add_to_table(table, buckets, visible, ds, FIRST: gl.constexpr, COMPONENTS: gl.constexpr):
+    """Add gradients of scores ``ds`` (in COMPONENTS, as left operands) to their ``buckets``.
 
-    ``table`` is ``[blocks, BLOCK_R, 16]`` in shared memory; its buckets begin at block FIRST. Of
-    the rows of a tile, near in time, few blocks have any.
+    ``table`` is ``[blocks, BLOCK_R, 16]`` in shared memory; its buckets begin at block FIRST. The
+    rows of a tile, which are near in time, fall into few blocks.
     """
     mma: gl.constexpr = ds[0].type.layout.parent
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
@@ -72,17 +71,17 @@ def _add_to_table(table, buckets, visible, ds, FIRST: gl.constexpr, PARTS: gl.co
     b = gl.arange(0, 16, gl.SliceLayout(0, right))
     for at in range(lowest, highest + 1):
         in_bucket = (buckets[:, None] == b[None, :] + at * 16) & visible[:, None]
-        choice = in_bucket.to(gl.int16).to(gl.bfloat16)
+        one_hot = in_bucket.to(gl.int16).to(gl.bfloat16)
         sums = gl.zeros([BLOCK_R, 16], gl.float32, mma)
-        for part in gl.static_range(PARTS):
-            sums = mma_v2(ds[PARTS - 1 - part], choice, sums)
+        for i in gl.static_range(COMPONENTS):
+            sums = mma_v2(ds[COMPONENTS - 1 - i], one_hot, sums)
         block = table.index(FIRST + at)
         block.store(block.load(mma) + sums)
 
 
 @gluon.constexpr_function
 def _column_layout(rows, warps):
-    """A block of a table with each bucket's rows in one lane, the same in all warps."""
+    """A block of a table, all rows of a bucket in one lane, the same in all warps."""
     return gl.BlockedLayout([rows, 1], [1, 32], [1, warps], [0, 1])
 
 
@@ -95,10 +94,10 @@ def _store_table(
     FIRST: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
-    """``[buckets, H]`` of the ``BLOCKS`` blocks from FIRST on, summed over each head's rows.
+    """Store ``[buckets, H]``: ``BLOCKS`` blocks from FIRST on, summed over the rows of each head.
 
-    A lane knows which of its rows are a head's when it is compiled: sums take no more additions
-    than there are rows, and nothing of other lanes.
+    Which rows of a lane are of a head is known at compile time: sums need no exchange between lanes
+    and no masked additions.
     """
     layout: gl.constexpr = _column_layout(table.shape[1], gl.num_warps())
     r = gl.arange(0, table.shape[1], gl.SliceLayout(1, layout))
@@ -111,7 +110,7 @@ def _store_table(
             gl.store(ptr + bucket * H + head, of_head, mask=bucket < buckets)
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -124,7 +123,7 @@ def backward_kernel(
     num_samples,
     num_targets,
     num_rows,
-    num_slots,
+    num_splits,
     scale,
     C: gl.constexpr,  # Constants
 ):
@@ -134,8 +133,8 @@ def backward_kernel(
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     if C.OVERLAP:
         launch_dependents()
-    chunk = find_chunk(samples, num_samples, num_slots, C)
-    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    chunk = find_chunk(samples, num_samples, num_splits, C)
+    begin, end, split = chunk.begin, chunk.end, chunk.split
     count = num_targets * C.H
     BLOCKS_P: gl.constexpr = blocks_of(C.P)
     BLOCKS_A: gl.constexpr = blocks_of(C.A)
@@ -152,20 +151,20 @@ def backward_kernel(
         q_row = row * 0 if C.LAYOUT == SHARED else row
         shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
         grad_out = load_rows(grad_out_ptr, row, count, 0, shape, left, C.D)
-        q = split(load_rows(query_ptr, q_row, count, 0, shape, left, C.D), C.PARTS)
+        q = decompose(load_rows(query_ptr, q_row, count, 0, shape, left, C.D), C.COMPONENTS)
         by_query: gl.constexpr = gl.SliceLayout(1, mma)
         r = gl.arange(0, C.BLOCK_R, by_query)
-        if C.PARTS == 1:
+        if C.COMPONENTS == 1:
             out = load_rows(outputs.out, row, count, 0, shape, left, C.D).to(gl.float32)
             out += load_rows(outputs.residual, row, count, 0, shape, left, C.D).to(gl.float32)
             delta = gl.sum(grad_out.to(gl.float32) * out, 1)
             delta = gl.convert_layout(delta, by_query)
-        grad_out = split(grad_out, C.PARTS)
-        both = allocate_parts(q[0].dtype, C.PARTS, 2 * C.BLOCK_R, C.BLOCK_D)
-        store_parts(both, 0, grad_out, False)
-        store_parts(both, C.BLOCK_R, q, False)
+        grad_out = decompose(grad_out, C.COMPONENTS)
+        both = allocate_components(q[0].dtype, C.COMPONENTS, 2 * C.BLOCK_R, C.BLOCK_D)
+        store_components(both, 0, grad_out, False)
+        store_components(both, C.BLOCK_R, q, False)
         COLUMNS: gl.constexpr = columns_at_once(C)
-        if C.PARTS > 1:  # by the very products that it is taken off
+        if C.COMPONENTS > 1:  # delta, rounded like the products from which it is subtracted
             products = gl.zeros([C.BLOCK_R, C.BLOCK_R], gl.float32, mma)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 out = gl.allocate_shared_memory(
@@ -174,23 +173,23 @@ def backward_kernel(
                 out.store(
                     load_rows(outputs.out, row, count, column, [C.BLOCK_R, COLUMNS], left, C.D)
                 )
-                of_out = split(out.permute((1, 0)).load(right), C.PARTS)
-                of_grad = load_parts(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
-                products = product(of_grad, of_out, products, C.PARTS)
+                of_out = decompose(out.permute((1, 0)).load(right), C.COMPONENTS)
+                of_grad = load_components(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
+                products = product(of_grad, of_out, products, C.COMPONENTS)
             row_of_out = gl.arange(0, C.BLOCK_R, gl.SliceLayout(0, mma))[None, :]
             delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)
-        of_rows = allocate_parts(q[0].dtype, C.PARTS, 2 * C.BLOCK_R, C.BLOCK_N)
+        of_rows = allocate_components(q[0].dtype, C.COMPONENTS, 2 * C.BLOCK_R, C.BLOCK_N)
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
         grad_lse = load_grad_lse(outputs, row, inverse, r)
         delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[:, None]
-        alone = (end - begin == 1) & (slot < 0)
+        alone = (end - begin == 1) & (split < 0)
 
-        STORED: gl.constexpr = min(C.BLOCK_D, 64 if C.PARTS == 1 else 32)
-        AT_ONCE: gl.constexpr = 2 * C.BLOCK_R if C.PARTS == 1 else C.BLOCK_R
+        STORED: gl.constexpr = min(C.BLOCK_D, 64 if C.COMPONENTS == 1 else 32)
+        AT_ONCE: gl.constexpr = 2 * C.BLOCK_R if C.COMPONENTS == 1 else C.BLOCK_R
         stored = indices_to_store(C.BLOCK_N, STORED, dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
-        ROWS: gl.constexpr = parts_of_rows(C)
+        ROWS: gl.constexpr = row_components(C)
         accs = zeros_by_column([C.BLOCK_R, COLUMNS], mma, C)
         zeros = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
         stage = 0
@@ -202,63 +201,67 @@ def backward_kernel(
             dots = zeros
             dp = zeros
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), ROWS)
-                of_q = load_parts(both, (C.BLOCK_R, C.BLOCK_R), (column, COLUMNS), left, False)
-                dots = product(of_q, x, dots, C.PARTS)
-                of_grad = load_parts(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
-                dp = product(of_grad, x, dp, C.PARTS)
+                x = decompose(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), ROWS)
+                of_q = load_components(both, (C.BLOCK_R, C.BLOCK_R), (column, COLUMNS), left, False)
+                dots = product(of_q, x, dots, C.COMPONENTS)
+                of_grad = load_components(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
+                dp = product(of_grad, x, dp, C.COMPONENTS)
             n = start + index
             visible = (n < end)[None, :]
             buckets = row_buckets(n, biases, chunk, C)
             bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=1)
-            numbers = row_numbers(biases, chunk.first + n, n < end)[None, :]
+            numbers = row_positions(biases, chunk.first + n, n < end)[None, :]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
-                p = exp(dots * scale + bias - maximum[:, None], C.PARTS) * inverse[:, None]
+                p = exp(dots * scale + bias - maximum[:, None], C.COMPONENTS) * inverse[:, None]
                 p = gl.where(visible, p, 0.0)  # rounded as forward
                 ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=1)
             else:
-                p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
+                p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.COMPONENTS > 1)
                 p = gl.where(visible, p, 0.0)
                 ds = gl.where(visible, slope * dp, 0.0)
             p = drop_weights(p, biases.dropout, draws, numbers)
             if grads.history is not None:
-                store_parts(of_rows, 0, split(p.to(dtype), C.PARTS), False)
-                store_parts(of_rows, C.BLOCK_R, split((ds * scale).to(dtype), C.PARTS), False)
-            of_queries = split(gl.convert_layout(ds.to(dtype), left), C.PARTS)
+                store_components(of_rows, 0, decompose(p.to(dtype), C.COMPONENTS), False)
+                store_components(
+                    of_rows, C.BLOCK_R, decompose((ds * scale).to(dtype), C.COMPONENTS), False
+                )
+            of_queries = decompose(gl.convert_layout(ds.to(dtype), left), C.COMPONENTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).load(right), ROWS)
-                new_accs += (product(of_queries, x, accs[column // COLUMNS], C.PARTS),)
+                x = decompose(tile.slice(column, COLUMNS, 1).load(right), ROWS)
+                new_accs += (product(of_queries, x, accs[column // COLUMNS], C.COMPONENTS),)
             accs = new_accs
             if grads.history is not None:
                 for column in gl.static_range(0, C.BLOCK_D, STORED):
                     grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, mma)
                     for k in gl.static_range(0, 2 * C.BLOCK_R, AT_ONCE):
-                        weights = load_parts(of_rows, (k, AT_ONCE), (0, C.BLOCK_N), left, True)
-                        operand = load_parts(both, (k, AT_ONCE), (column, STORED), right, False)
-                        grad_x = product(weights, operand, grad_x, C.PARTS)
+                        weights = load_components(of_rows, (k, AT_ONCE), (0, C.BLOCK_N), left, True)
+                        operand = load_components(
+                            both, (k, AT_ONCE), (column, STORED), right, False
+                        )
+                        grad_x = product(weights, operand, grad_x, C.COMPONENTS)
                     store_grad_of_history(
                         grads, grad_x, stored, targets, chunk.first, start, end, column, C
                     )
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=1)
             if C.P + C.A > 0:
-                TABLE_PARTS: gl.constexpr = max(2, C.PARTS)
-                of_buckets = split(gl.convert_layout(ds, left), TABLE_PARTS)
+                TABLE_COMPONENTS: gl.constexpr = max(2, C.COMPONENTS)
+                of_buckets = decompose(gl.convert_layout(ds, left), TABLE_COMPONENTS)
                 of_row: gl.constexpr = gl.SliceLayout(1, right)
                 shown = start + gl.arange(0, C.BLOCK_N, of_row) < end
                 if C.P > 0:
                     of_position = gl.convert_layout(buckets[0], of_row)
-                    _add_to_table(table, of_position, shown, of_buckets, 0, TABLE_PARTS)
+                    _add_to_table(table, of_position, shown, of_buckets, 0, TABLE_COMPONENTS)
                 if C.A > 0:
                     of_age = gl.convert_layout(buckets[1], of_row)
-                    _add_to_table(table, of_age, shown, of_buckets, BLOCKS_P, TABLE_PARTS)
+                    _add_to_table(table, of_age, shown, of_buckets, BLOCKS_P, TABLE_COMPONENTS)
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             acc = accs[column // COLUMNS]
-            if slot >= 0:
-                store_rows(sums.acc, acc, slot.to(gl.int64) * count, count, column, C.D)
+            if split >= 0:
+                store_rows(sums.acc, acc, split.to(gl.int64) * count, count, column, C.D)
             else:
                 store_rows(grads.query, acc * scale, row, count, column, C.D)
     if C.P + C.A > 0:

@@ -2,8 +2,7 @@
 
 Each warp has 16 query rows on the M side of its products, and history rows on the N side. All warps
 of a program read the same tiles, so that history rows are read once: N·D·e bytes, 4·N·R·D FLOPs.
-These are the kernels for fp32, which tensor cores multiply in parts of bf16, and for half precision
-that no warpgroup serves. ``general_combine.py`` sums up the chunks.
+fp32 is multiplied as bf16 components. ``general_combine.py`` combines chunks.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     store_outputs,
     store_stats,
 )
-from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
-    allocate_parts,
+from torchrec_jagged_attn.target_attention.kernels.warp_common import (
+    allocate_components,
     columns_at_once,
     copy_next,
+    decompose,
     drop_weights,
     exp,
     find_chunk,
     load_bias,
-    load_parts,
+    load_components,
     load_rows,
     next_indices,
     open_ring,
-    parts_of_rows,
     product,
     query_draws,
     row_buckets,
-    row_numbers,
+    row_components,
+    row_positions,
     rows_of_sample,
-    split,
-    store_parts,
+    store_components,
     store_rows,
     weights_and_slopes,
     zeros_by_column,
@@ -48,7 +47,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
 __all__ = ["forward_kernel"]
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed codes; rows STRIDE apart
@@ -59,7 +58,7 @@ def forward_kernel(
     num_samples,
     num_targets,
     num_rows,
-    num_slots,
+    num_splits,
     scale,
     C: gl.constexpr,  # Constants
 ):
@@ -69,8 +68,8 @@ def forward_kernel(
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     if C.OVERLAP:
         launch_dependents()
-    chunk = find_chunk(samples, num_samples, num_slots, C)
-    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    chunk = find_chunk(samples, num_samples, num_splits, C)
+    begin, end, split = chunk.begin, chunk.end, chunk.split
     if chunk.busy:
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
         dtype: gl.constexpr = query_ptr.dtype.element_ty
@@ -78,17 +77,19 @@ def forward_kernel(
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
         q_row = row * 0 if C.LAYOUT == SHARED else row
-        q = split(load_rows(query_ptr, q_row, count, 0, [C.BLOCK_R, C.BLOCK_D], left, C.D), C.PARTS)
-        if C.PARTS > 1:  # they do not fit in registers
-            queries = allocate_parts(gl.bfloat16, C.PARTS, C.BLOCK_R, C.BLOCK_D)
-            store_parts(queries, 0, q, False)
+        q = decompose(
+            load_rows(query_ptr, q_row, count, 0, [C.BLOCK_R, C.BLOCK_D], left, C.D), C.COMPONENTS
+        )
+        if C.COMPONENTS > 1:  # too many for registers
+            queries = allocate_components(gl.bfloat16, C.COMPONENTS, C.BLOCK_R, C.BLOCK_D)
+            store_components(queries, 0, q, False)
 
         by_query: gl.constexpr = gl.SliceLayout(1, mma)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, mma))
         r = gl.arange(0, C.BLOCK_R, by_query)
         draws = query_draws(biases.dropout, row + r)[:, None]
         COLUMNS: gl.constexpr = columns_at_once(C)
-        ROWS: gl.constexpr = parts_of_rows(C)
+        ROWS: gl.constexpr = row_components(C)
         accs = zeros_by_column([C.BLOCK_R, COLUMNS], mma, C)
         total = gl.zeros([C.BLOCK_R], gl.float32, by_query)
         maximum = gl.full([C.BLOCK_R], -float("inf"), gl.float32, by_query)
@@ -99,12 +100,12 @@ def forward_kernel(
             tile = ring.index(stage)
             dots = gl.zeros([C.BLOCK_R, C.BLOCK_N], gl.float32, mma)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), ROWS)
-                if C.PARTS > 1:
-                    of_q = load_parts(queries, (0, C.BLOCK_R), (column, COLUMNS), left, False)
+                x = decompose(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), ROWS)
+                if C.COMPONENTS > 1:
+                    of_q = load_components(queries, (0, C.BLOCK_R), (column, COLUMNS), left, False)
                 else:
                     of_q = q
-                dots = product(of_q, x, dots, C.PARTS)
+                dots = product(of_q, x, dots, C.COMPONENTS)
             n = start + index
             visible = (n < end)[None, :]
             buckets = row_buckets(n, biases, chunk, C)
@@ -113,32 +114,32 @@ def forward_kernel(
             if C.SCORE == "softmax":
                 new_maximum = gl.maximum(maximum, gl.max(scores, 1))
                 shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-                p = exp(scores - shift[:, None], C.PARTS)
-                rescale = exp(maximum - shift, C.PARTS)
+                p = exp(scores - shift[:, None], C.COMPONENTS)
+                rescale = exp(maximum - shift, C.COMPONENTS)
                 maximum = new_maximum
                 total = total * rescale + gl.sum(p, 1)
             else:
-                p = weights_and_slopes(scores, C.SCORE, C.PARTS > 1)[0]
-            numbers = row_numbers(biases, chunk.first + n, n < end)[None, :]
+                p = weights_and_slopes(scores, C.SCORE, C.COMPONENTS > 1)[0]
+            numbers = row_positions(biases, chunk.first + n, n < end)[None, :]
             p = drop_weights(p, biases.dropout, draws, numbers)
-            weights = split(gl.convert_layout(p.to(dtype), left), C.PARTS)
+            weights = decompose(gl.convert_layout(p.to(dtype), left), C.COMPONENTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).load(right), ROWS)
+                x = decompose(tile.slice(column, COLUMNS, 1).load(right), ROWS)
                 acc = accs[column // COLUMNS]
                 if C.SCORE == "softmax":
                     acc *= rescale[:, None]
-                new_accs += (product(weights, x, acc, C.PARTS),)
+                new_accs += (product(weights, x, acc, C.COMPONENTS),)
             accs = new_accs
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         if C.SCORE != "softmax":
             maximum, total = stats_of_one(total, chunk)
-        if slot >= 0:
+        if split >= 0:
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 acc = accs[column // COLUMNS]
-                store_rows(sums.acc, acc, slot.to(gl.int64) * count, count, column, C.D)
-            store_chunk_stats(sums, slot, count, maximum, total)
+                store_rows(sums.acc, acc, split.to(gl.int64) * count, count, column, C.D)
+            store_chunk_stats(sums, split, count, maximum, total)
         else:
             inverse = store_stats(outputs, num_rows, row, count, maximum, total)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

@@ -5,12 +5,12 @@ With p the weights of the softmax, ``dp_rn = ∂out_r · x_n`` and ``delta_r = �
     ds_rn = p_rn · (dp_rn - delta_r)        ∂q_r = scale · Σ_n ds_rn · x_n
     ∂bias_n = Σ_r ds_rn, by head            ∂x_n = Σ_r p_rn · ∂out_r + scale · ds_rn · q_r
 
-Where weights are dropped, dp and the p that ∂out is multiplied with are dropped alike. The gradient
-of a log-sum-exp is taken off its delta.
+Dropout applies to dp and to the p that ∂out is multiplied by. The gradient of a log-sum-exp is
+subtracted from its delta.
 
-``grad_history_kernel`` computes all of it for samples whose query rows one block holds, in half
-precision: it reads x once and writes ∂x once, 2·N·D·e bytes and 10·N·R·D FLOPs. Otherwise
-``grad_query_kernel`` computes ∂q and an exact delta first, and reads x once more: 14·N·R·D FLOPs.
+In half precision, ``grad_history_kernel`` computes all gradients of samples with one block of query
+rows: it reads x once and writes ∂x once, 2·N·D·e bytes and 10·N·R·D FLOPs. Otherwise
+``grad_query_kernel`` first computes ∂q and an exact delta, and reads x once more: 14·N·R·D FLOPs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrec_jagged_attn.attention.kernels.biases import (
     add_to_table,
     load_bias,
     row_buckets,
-    row_numbers,
+    row_positions,
 )
 from torchrec_jagged_attn.attention.kernels.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.attention.kernels.scores import weights_and_slopes
@@ -41,7 +41,7 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
     SHARED,
     find_work,
     load_queries,
-    slot_rows,
+    split_rows,
     store_queries,
 )
 
@@ -49,7 +49,7 @@ __all__ = ["grad_history_kernel", "grad_query_kernel"]
 
 
 class Queries(NamedTuple):
-    """A block of query rows, and what the gradients of their scores are computed from.
+    """A block of query rows, and the statistics for gradients of their scores.
 
     Attributes:
         q: ``[BLOCK_R, BLOCK_D]``.
@@ -70,8 +70,8 @@ class Queries(NamedTuple):
 
 @triton.jit
 def _load_grad_lse(outputs, rows, inverse):
-    """Gradients of log-sum-exps, which those of scores add up to, of ``rows``; None without. Zero
-    where nothing is seen, of which the ``inverse`` is.
+    """Gradients of log-sum-exps of ``rows``, zero if no history row is visible (``inverse`` is
+    zero); None without them.
     """
     grad_lse = None
     if outputs.grad_lse is not None:
@@ -81,35 +81,35 @@ def _load_grad_lse(outputs, rows, inverse):
 
 @triton.jit
 def _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scale, C: tl.constexpr):
-    """Weights ``[rows, queries]``, of which some are dropped, and the gradients of their scores.
+    """Weights ``[rows, queries]`` after dropout, and the gradients of their scores.
 
-    A row that is ``alone`` in its sample has a softmax weight of one, whatever its score: that has
-    no gradient but its log-sum-exp's.
+    The softmax weight of a row that is ``alone`` in its sample is constant: only its log-sum-exp
+    has a gradient.
     """
     dots = product(x, tl.trans(queries.q), C.PRECISION)
     dp = product(x, tl.trans(queries.grad_out), C.PRECISION)
     dropout, draws = biases.dropout, queries.draws[None, :]
-    numbers = row_numbers(biases, n, visible)
-    dp = drop_weights(dp, dropout, draws, numbers)
+    positions = row_positions(biases, n, visible)
+    dp = drop_weights(dp, dropout, draws, positions)
     if C.SCORE == "softmax":
         p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse, 0, LOG2E)
         ds = score_gradients(p, dp, queries.delta, grad_lse, alone, AXIS=0)
-        return drop_weights(p, dropout, draws, numbers), ds
+        return drop_weights(p, dropout, draws, positions), ds
     p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)
-    p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, numbers)
+    p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, positions)
     return p, tl.where(visible, slope * dp, 0.0)
 
 
 @triton.jit
 def _grad_history(acc, p, ds, queries, scale, dtype, PRECISION: tl.constexpr):
-    """``acc`` plus the gradient of history rows that comes from a block of query rows."""
+    """``acc`` plus the gradient of history rows from a block of query rows."""
     acc = tl.dot(p.to(dtype), queries.grad_out, acc, input_precision=PRECISION)
     return tl.dot((ds * scale).to(dtype), queries.q, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _store_grad_of_history(grads, grad_x, n, visible, d, D: tl.constexpr):
-    """Store the gradients of the rows ``n``; by index, of those that have a target."""
+    """Store the gradients of the positions ``n``; with ``targets``, to the rows these name."""
     row = n
     if grads.targets is not None:
         row = tl.load(grads.targets + n, mask=visible, other=-1).to(tl.int64)
@@ -121,7 +121,7 @@ def _store_grad_of_history(grads, grad_x, n, visible, d, D: tl.constexpr):
 def _load_block(
     query_ptr, grad_out_ptr, dropout_ptr, outputs, num_rows, work, r, d, C: tl.constexpr
 ):
-    """The rows ``r`` of a sample's queries, and their outputs ``[BLOCK_R, BLOCK_D]``."""
+    """:class:`Queries` of the rows ``r`` of a sample, and their outputs ``[BLOCK_R, BLOCK_D]``."""
     query_row = 0 if C.LAYOUT == SHARED else work.row
     q = load_queries(query_ptr, query_row, r, work.count, d, C.D)
     grad_out = load_queries(grad_out_ptr, work.row, r, work.count, d, C.D)
@@ -137,7 +137,7 @@ def _load_block(
     return Queries(q, grad_out, delta, maximum, inverse, draws), out
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def grad_query_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -150,16 +150,16 @@ def grad_query_kernel(
     num_samples,
     num_targets,
     num_rows,
-    num_slots,
+    num_splits,
     history_stride,
     scale,
     C: tl.constexpr,  # Constants
 ):
     """Gradient of one block of a sample's query rows, over one chunk of its history.
 
-    Where SINGLE_PASS, the other kernel computes samples of one block.
+    If SINGLE_PASS, samples of one block are left to the other kernel.
     """
-    work = find_work(samples, num_samples, num_targets, num_slots, C, ALL_BLOCKS=False)
+    work = find_work(samples, num_samples, num_targets, num_splits, C, ALL_BLOCKS=False)
     row, count = work.row, work.count
     if not work.busy or (C.SINGLE_PASS and count <= C.BLOCK_R):
         return
@@ -170,7 +170,7 @@ def grad_query_kernel(
     )
     grad_lse = _load_grad_lse(outputs, row + r, queries.inverse)
     delta = queries.delta
-    alone = (work.end - work.begin == 1) & (work.slot < 0)
+    alone = (work.end - work.begin == 1) & (work.split < 0)
 
     acc = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
     ds_total = tl.zeros([C.BLOCK_R], tl.float32)  # zero or grad_lse, but for the rounding of out
@@ -184,23 +184,23 @@ def grad_query_kernel(
         if C.SCORE == "softmax":
             ds_total += tl.sum(ds, 0)
     acc = tl.trans(acc)
-    if work.slot >= 0:
-        room = slot_rows(num_targets, C)
+    if work.split >= 0:
+        room = split_rows(num_targets, C)
         local = tl.arange(0, C.BLOCK_R)
-        store_queries(sums.acc, acc, work.slot * room, local, room, d, C.D)
-        tl.store(sums.weights + work.slot * room + local, ds_total, mask=local < room)
+        store_queries(sums.acc, acc, work.split * room, local, room, d, C.D)
+        tl.store(sums.weights + work.split * room + local, ds_total, mask=local < room)
     else:
-        # A delta larger by ds_total would have made that zero, and acc less by ds_total · out.
+        # With ds_total added to delta, ds sum to zero, and acc is smaller by ds_total · out.
         if grad_lse is not None:
             ds_total -= grad_lse
         delta += ds_total
         acc -= ds_total[:, None] * out.to(tl.float32)
         store_queries(grads.query, acc * scale, row, r, count, d, C.D)
-    if tl.program_id(0) >= num_slots:  # the first chunk
+    if tl.program_id(0) >= num_splits:  # the first chunk
         tl.store(grads.delta + row + r, delta, mask=r < count)
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def grad_history_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -213,7 +213,7 @@ def grad_history_kernel(
     num_samples,
     num_targets,
     num_rows,
-    num_slots,
+    num_splits,
     history_stride,
     scale,
     C: tl.constexpr,  # Constants
@@ -221,15 +221,15 @@ def grad_history_kernel(
 ):
     """Gradients of one chunk of a sample's history and of its biases, over all its query rows.
 
-    Where ONE_BLOCK, it serves samples whose query rows one block holds, and computes their
-    gradients, too; else it serves the other samples, and reads ``delta``.
+    If ONE_BLOCK, of samples with one block of query rows, whose gradients it computes, too; else of
+    the other samples, whose ``delta`` it reads.
     """
-    work = find_work(samples, num_samples, num_targets, num_slots, C, ALL_BLOCKS=True)
+    work = find_work(samples, num_samples, num_targets, num_splits, C, ALL_BLOCKS=True)
     row, count = work.row, work.count
     if not work.busy or (C.SINGLE_PASS and count <= C.BLOCK_R) != ONE_BLOCK:
         return
     query_row = 0 if C.LAYOUT == SHARED else row
-    alone = (work.end - work.begin == 1) & (work.slot < 0)
+    alone = (work.end - work.begin == 1) & (work.split < 0)
     d = tl.arange(0, C.BLOCK_D)
     h = tl.arange(0, C.BLOCK_H)
     r = tl.arange(0, C.BLOCK_R).to(tl.int64)
@@ -300,13 +300,13 @@ def grad_history_kernel(
 
     if ONE_BLOCK:
         grad_query = tl.trans(acc_query)
-        if work.slot >= 0:
-            room = slot_rows(num_targets, C)
-            store_queries(sums.acc, grad_query, work.slot * room, r, room, d, C.D)
+        if work.split >= 0:
+            room = split_rows(num_targets, C)
+            store_queries(sums.acc, grad_query, work.split * room, r, room, d, C.D)
         else:
             store_queries(grads.query, grad_query * scale, row, r, count, d, C.D)
         if (samples.indices is not None) and (grads.delta is not None):
-            if tl.program_id(0) >= num_slots:  # the first chunk
+            if tl.program_id(0) >= num_splits:  # the first chunk
                 tl.store(grads.delta + row + r, queries.delta, mask=r < count)
     table = tl.program_id(0).to(tl.int64) * (C.P + C.A)
     if C.P > 0:

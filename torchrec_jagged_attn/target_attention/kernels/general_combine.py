@@ -1,8 +1,8 @@
-"""Sums over chunks, in their order, for kernels whose last program does not combine them.
+"""Combine splits in separate kernels, for variants whose last program does not do it.
 
-Outputs, gradients of queries, and those of tables over programs. Where launches overlap (OVERLAP),
-these kernels begin while the one before them ends, and wait for its results. All programs wait,
-also those without work: so the next kernel finds everything done.
+Outputs and gradients of queries are combined over splits, gradients of tables over programs. If
+launches overlap (OVERLAP), all programs wait for the previous kernel, also those without work, so
+that the next kernel can rely on its results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, load_stats
 from torchrec_jagged_attn.target_attention.kernels.schedule import (
     load_queries,
     query_rows,
-    slot_rows,
+    split_rows,
     store_outputs,
     store_queries,
 )
@@ -26,23 +26,23 @@ __all__ = ["combine_gradients_kernel", "combine_outputs_kernel", "sum_tables_ker
 
 @triton.jit
 def _find_chunks(samples, num_samples, num_targets, C: tl.constexpr):
-    """The block of query rows whose first chunk has this program's slot, if there is such a one.
+    """The block of query rows whose first chunk has this program's split, if any.
 
-    Returns whether there is, first output row and row count of the sample, the block, and slots of
-    its chunks: begin, end and step.
+    Returns ``(busy, first, count, block, begin, end, step)``: whether there is one, first output
+    row and number of query rows of its sample, the block, and the range of its splits.
     """
-    slot = tl.program_id(0).to(tl.int64)
-    sample = find_sample(samples.offsets, num_samples, slot, 1, C.SLOT, 0)
+    split = tl.program_id(0).to(tl.int64)
+    sample = find_sample(samples.offsets, num_samples, split, 1, C.SPLIT, 0)
     begin = tl.load(samples.offsets + sample).to(tl.int64)
     length = tl.load(samples.offsets + sample + 1).to(tl.int64) - begin
     first, count = query_rows(samples, sample, num_targets, C)
     num_blocks = tl.cdiv(count, C.BLOCK_R)
-    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SLOT)
-    block = slot - begin // C.SLOT
+    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SPLIT)
+    block = split - begin // C.SPLIT
     if C.OVERLAP:
         cuda.gdc_wait()
     busy = (block < num_blocks) & (chunks > 1)
-    return busy, first, count, block, slot, slot + chunks * num_blocks, num_blocks
+    return busy, first, count, block, split, split + chunks * num_blocks, num_blocks
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
@@ -55,19 +55,19 @@ def combine_outputs_kernel(
     num_rows,
     C: tl.constexpr,  # Constants
 ):
-    """Outputs and statistics of one block of query rows; a column of programs has BLOCK_D of D."""
+    """Outputs and statistics of one block of query rows, BLOCK_D columns per program."""
     busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
     if not busy:
         return
-    room = slot_rows(num_targets, C)
+    room = split_rows(num_targets, C)
     local = tl.arange(0, C.BLOCK_R)
     d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
     acc = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
     maximum = tl.full([C.BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([C.BLOCK_R], tl.float32)
-    for slot in tl.range(begin, end, step, num_stages=4):
-        chunk_acc = load_queries(sums.acc, slot * room, local, room, d, C.D)
-        ptrs = sums.weights + slot * 2 * room + local
+    for split in tl.range(begin, end, step, num_stages=4):
+        chunk_acc = load_queries(sums.acc, split * room, local, room, d, C.D)
+        ptrs = sums.weights + split * 2 * room + local
         chunk_maximum = tl.load(ptrs, mask=local < room, other=-float("inf"))
         chunk_total = tl.load(ptrs + room, mask=local < room, other=0.0)
         new_maximum = tl.maximum(maximum, chunk_maximum)
@@ -83,9 +83,9 @@ def combine_outputs_kernel(
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def combine_gradients_kernel(
-    sums,  # Sums; ``weights`` is None where one block and pass serve all samples
+    sums,  # Sums; ``weights`` is None if a single pass computes all samples
     outputs,  # Outputs
-    grads,  # Gradients; ``delta``, in and out, is None where ``weights`` is
+    grads,  # Gradients; ``delta``, read and written, is None if ``weights`` is
     samples,  # Samples
     num_samples,
     num_targets,
@@ -93,22 +93,22 @@ def combine_gradients_kernel(
     scale,
     C: tl.constexpr,  # Constants
 ):
-    """Gradient of one block of query rows; a column of programs has BLOCK_D of D."""
+    """Gradient of one block of query rows, BLOCK_D columns per program."""
     busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
     if not busy:
         return
-    room = slot_rows(num_targets, C)
+    room = split_rows(num_targets, C)
     local = tl.arange(0, C.BLOCK_R)
     d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
     r = block * C.BLOCK_R + local
     acc = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
-    for slot in tl.range(begin, end, step, num_stages=4):
-        acc += load_queries(sums.acc, slot * room, local, room, d, C.D)
+    for split in tl.range(begin, end, step, num_stages=4):
+        acc += load_queries(sums.acc, split * room, local, room, d, C.D)
     if sums.weights is not None:
         if count > C.BLOCK_R or not C.SINGLE_PASS:
             ds_total = tl.zeros([C.BLOCK_R], tl.float32)
-            for slot in range(begin, end, step):
-                ptrs = sums.weights + slot * room + local
+            for split in range(begin, end, step):
+                ptrs = sums.weights + split * room + local
                 ds_total += tl.load(ptrs, mask=local < room, other=0.0)
             if outputs.grad_lse is not None:
                 _, inverse = load_stats(outputs.stats, num_rows, first + r, r < count)
@@ -133,7 +133,7 @@ def sum_tables_kernel(
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Partial sums over targets and tables, BLOCK tables at a time, of COLUMNS elements."""
+    """Sum COLUMNS elements over targets and a range of tables, BLOCK tables at a time."""
     if OVERLAP:
         cuda.gdc_wait()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -2,14 +2,13 @@
 
     out_r = Σ_n p_rn · x_n          p_rn = softmax_n(scale · q_r · x_n + bias_rn)
 
-Of the weights p, those that are dropped count nothing and the others more, once the softmax is
-taken.
+Dropout follows the softmax.
 
-A program computes one block of query rows over one chunk of their sample's history, by an online
-softmax. The history is read once for each block of query rows: N·D·e bytes, 4·N·R·D FLOPs. Its rows
-are on the M side of the products, which they fill; few query rows would not.
+A program computes one block of query rows over one chunk of their sample's history, with an online
+softmax. The history is read once for each block of query rows: N·D·e bytes, 4·N·R·D FLOPs. History
+rows are on the M side of the products, since query rows are too few to fill it.
 
-Samples of one chunk are done then. For others, ``general_combine.py`` sums up the chunks.
+If a sample has several chunks, ``general_combine.py`` combines them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.attention.kernels.biases import load_bias, row_numbers
+from torchrec_jagged_attn.attention.kernels.biases import load_bias, row_positions
 from torchrec_jagged_attn.attention.kernels.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.attention.kernels.scores import weights_and_slopes
 from torchrec_jagged_attn.runtime.kernels.matmul import product
@@ -27,7 +26,7 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
     SHARED,
     find_work,
     load_queries,
-    slot_rows,
+    split_rows,
     store_outputs,
     store_queries,
 )
@@ -35,7 +34,7 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
 __all__ = ["forward_kernel"]
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed codes; rows history_stride apart
@@ -46,13 +45,13 @@ def forward_kernel(
     num_samples,
     num_targets,
     num_rows,
-    num_slots,
+    num_splits,
     history_stride,
     scale,
     C: tl.constexpr,  # Constants
 ):
     """One block of query rows over one chunk of its sample's history."""
-    work = find_work(samples, num_samples, num_targets, num_slots, C, ALL_BLOCKS=False)
+    work = find_work(samples, num_samples, num_targets, num_splits, C, ALL_BLOCKS=False)
     if not work.busy:
         return
     r = work.block * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
@@ -80,19 +79,19 @@ def forward_kernel(
         else:
             p = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)[0]
             p = tl.where(visible, p, 0.0)
-        p = drop_weights(p, biases.dropout, draws, row_numbers(biases, n, visible))
+        p = drop_weights(p, biases.dropout, draws, row_positions(biases, n, visible))
         acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=C.PRECISION)
 
-    if C.SCORE != "softmax":  # no total to divide by: one in all chunks of a sample together
+    if C.SCORE != "softmax":  # no normalization: a total of one over all chunks of a sample
         maximum = tl.zeros([C.BLOCK_R], tl.float32)
-        is_first = (tl.program_id(0) >= num_slots) & (work.end > work.begin)
+        is_first = (tl.program_id(0) >= num_splits) & (work.end > work.begin)
         total = maximum + is_first.to(tl.float32)
     acc = tl.trans(acc)
-    if work.slot >= 0:
-        room = slot_rows(num_targets, C)
+    if work.split >= 0:
+        room = split_rows(num_targets, C)
         local = tl.arange(0, C.BLOCK_R)
-        store_queries(sums.acc, acc, work.slot * room, local, room, d, C.D)
-        weights_ptr = sums.weights + work.slot * 2 * room + local
+        store_queries(sums.acc, acc, work.split * room, local, room, d, C.D)
+        weights_ptr = sums.weights + work.split * 2 * room + local
         tl.store(weights_ptr, maximum, mask=local < room)
         tl.store(weights_ptr + room, total, mask=local < room)
     else:

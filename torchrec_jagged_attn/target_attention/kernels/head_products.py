@@ -1,5 +1,4 @@
-"""The products on the targets' side of target attention: two kernels, each a chain of two products;
-and what is in their place where values are not projected.
+"""The projections of target attention on the side of targets: two kernels of two products each.
 
 With ``R`` targets in all, their rows ``[R, C]``, and the weights of head ``h``, forward has
 
@@ -11,14 +10,14 @@ and backward the same two chains, of the other weights:
     ∂values_h = ∂out · W_O,h                       ∂pooled_h = ∂values_h · W_V,h
     ∂q_h = ∂u_h · W_K,hᵀ                           ∂target = Σ_h ∂q_h · W_Q,h
 
-A chain takes 2·R·E·(C + D) FLOPs. The result of its first product is rounded before the second one,
-as if each product had a kernel. Rows are read and written once, and the weights once for every
-BLOCK_R rows, from the cache. A batch has few targets, so that a chain is launch-bound. Operands are
-cast as they are read: weights and rows may have other dtypes than the products.
+A chain takes 2·R·E·(C + D) FLOPs. The result of the first product is rounded, as if each product
+were a kernel. Rows are read and written once, weights once for every BLOCK_R rows, from cache. A
+batch has few targets, so that a chain is launch-bound. Operands are cast to the dtype of products
+as they are read.
 
-Without a projection of values, ``D = E``, and ``out_h`` are the columns of head ``h`` of
-``pooled_h``: ``W_V`` and ``W_O`` fixed at the identity, without a product. One kernel takes them
-out, one spreads ``∂out`` into ``∂pooled``, which is zero elsewhere.
+Without a value projection, ``D = E``, and ``W_V`` and ``W_O`` are the identity: ``out_h`` are the
+columns of head ``h`` of ``pooled_h``. One kernel copies them; in backward, one copies ``∂out`` to
+these columns of ``∂pooled``, which is zero elsewhere.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from triton.language.extra import cuda
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.runtime.kernels.matmul import multiply, padded_width
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
-from torchrec_jagged_attn.target_attention.kernels.records import Listing, SlotList
-from torchrec_jagged_attn.target_attention.kernels.schedule import SAMPLES_OF_LIST, list_slots
+from torchrec_jagged_attn.target_attention.kernels.records import Listing, SplitList
+from torchrec_jagged_attn.target_attention.kernels.schedule import SAMPLES_OF_LIST, list_splits
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -49,12 +48,12 @@ __all__ = [
     "spread_columns",
 ]
 
-BLOCK_R = 16  # rows of a program; no more, so that there are many
-MAX_HEAD_DIM = 128  # what is between the two products is held in registers
-BLOCK_ELEMENTS = 2048  # of a program that only copies
-# Products of fp32 are exact, also where TF32 would do: they are few. Three bf16 parts and tensor
-# cores are within a few units in the last place, which is what sums of many terms are off by
-# anyway. Sums of up to this many terms are not, and have fp32's own units, which are slower.
+BLOCK_R = 16  # rows of a program: few, so that there are many programs
+MAX_HEAD_DIM = 128  # the result of the first product is held in registers
+BLOCK_ELEMENTS = 2048  # of a program that copies
+# fp32 products are exact, even if TF32 is allowed, since they are few. bf16x6 on tensor cores is
+# accurate to a few units in the last place, as other sums of many terms are. Sums of up to so many
+# terms use CUDA cores, which are slower and exact.
 FEW_TERMS = 16
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -62,16 +61,16 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 class Chain(NamedTuple):
     """Operands and results of the two products of all heads.
 
-    Rows are ``[R, C]`` for all heads together and ``[R, H, D]`` for each: ``x`` are of one kind,
-    ``out`` of the other. Weights lie as far apart as strides of :class:`Constants` say.
+    ``x`` is ``[R, C]`` and ``out`` ``[R, H, D]``, or the other way round. :class:`Constants` has
+    the strides of weights.
 
     Attributes:
         first: ``[H, C, X]`` or ``[H, D, X]``.
         first_bias: ``[H · X]``, or ``None``.
         second: ``[H, X, D]`` or ``[H, X, C]``.
         second_bias: ``[C]``, or ``None``.
-        inner: ``[R, H, X]``, results of the first product.
-        out: results of the second one, or ``None`` if not requested.
+        inner: ``[R, H, X]``, the result of the first product.
+        out: the result of the second product, or ``None`` if not requested.
     """
 
     x: Any
@@ -84,11 +83,11 @@ class Chain(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What the kernels are compiled for."""
+    """Compile-time constants of the kernels."""
 
     C: int  # columns of rows of all heads
     H: int  # heads
-    X: int  # columns of a head between the two products
+    X: int  # columns of a head after the first product
     D: int  # columns of a head's rows
     FIRST_STRIDES: tuple[int, int, int]  # of weights: by head, row and column
     SECOND_STRIDES: tuple[int, int, int]
@@ -98,7 +97,7 @@ class Constants(NamedTuple):
     BLOCK_C: int
     BLOCK_X: int
     BLOCK_D: int
-    NUM_STAGES: int  # heads whose operands are on their way
+    NUM_STAGES: int  # heads whose operands are in flight
     OVERLAP: bool  # whether launches overlap
 
 
@@ -124,28 +123,28 @@ def _store_rows(ptr, x, r, num_rows, c, C: tl.constexpr, STRIDE: tl.constexpr):
     tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_splits"])
 def _to_heads_kernel(
     chain,  # Chain
-    slot_list,  # of the attention that comes next, to be made, too; or of None
+    split_list,  # SplitList of the attention that comes next, built, too; of None without
     num_rows,
     num_samples,
-    num_slots,
+    num_splits,
     C: tl.constexpr,  # Constants
-    CHUNK: tl.constexpr,  # of the list of slots
+    CHUNK: tl.constexpr,  # of the list of splits
     BLOCK_B: tl.constexpr,
 ):
-    """``inner_h = x · first_h + bias_h`` and ``out_h = inner_h · second_h``: rows of one head.
+    """``inner_h = x · first_h + bias_h`` and ``out_h = inner_h · second_h``, for one head.
 
-    The first programs list the slots, if there is a list.
+    The first programs build the list of splits, if there is one.
     """
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    if slot_list.slots is not None:
+    if split_list.splits is not None:
         num_listing = tl.cdiv(num_samples, BLOCK_B)
         if program < num_listing:
-            list_slots(slot_list, program, num_samples, num_slots, CHUNK, BLOCK_B)
+            list_splits(split_list, program, num_samples, num_splits, CHUNK, BLOCK_B)
             return
         program -= num_listing
     h = program % C.H
@@ -194,7 +193,7 @@ def _from_heads_kernel(
     out = tl.zeros([C.BLOCK_R, C.BLOCK_C], tl.float32)
     for h in tl.range(0, C.H, num_stages=C.NUM_STAGES):
         inner = tl.zeros([C.BLOCK_R, C.BLOCK_X], tl.float32)
-        for begin in tl.static_range(0, C.D, C.BLOCK_D):  # no loop, so that the other is pipelined
+        for begin in tl.static_range(0, C.D, C.BLOCK_D):  # unrolled: the outer loop is pipelined
             d = begin + tl.arange(0, C.BLOCK_D)
             x = _load_rows(chain.x + h * C.D, r, num_rows, d, C.D, C.H * C.D).to(C.DTYPE)
             weight = _load(chain.first, h, d, column, C.D, C.X, C.FIRST_STRIDES)
@@ -228,7 +227,7 @@ def _own_columns_kernel(
     BLOCK_E: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_R rows of ``out``, the columns of each head from what is pooled by that head."""
+    """BLOCK_R rows of ``out``: of each head, its columns of ``pooled``."""
     if OVERLAP:
         cuda.gdc_wait()
     E: tl.constexpr = H * X
@@ -238,14 +237,14 @@ def _own_columns_kernel(
     _store_rows(out_ptr, x, r, num_rows, e, E, E)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_slots"])
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "num_splits"])
 def _spread_columns_kernel(
     grad_out_ptr,  # [R, H · X]
     grad_pooled_ptr,  # [R, H, H · X]
-    slot_list,  # see _to_heads_kernel
+    split_list,  # see _to_heads_kernel
     num_rows,
     num_samples,
-    num_slots,
+    num_splits,
     H: tl.constexpr,
     X: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -254,14 +253,14 @@ def _spread_columns_kernel(
     CHUNK: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """BLOCK_R rows of one head: its own columns of ``grad_out``, and zeros."""
+    """BLOCK_R rows of one head: its columns of ``grad_out``, and zeros elsewhere."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    if slot_list.slots is not None:
+    if split_list.splits is not None:
         num_listing = tl.cdiv(num_samples, BLOCK_B)
         if program < num_listing:
-            list_slots(slot_list, program, num_samples, num_slots, CHUNK, BLOCK_B)
+            list_splits(split_list, program, num_samples, num_splits, CHUNK, BLOCK_B)
             return
         program -= num_listing
     E: tl.constexpr = H * X
@@ -273,7 +272,7 @@ def _spread_columns_kernel(
     _store_rows(grad_pooled_ptr + h * E, x, r, num_rows, e, E, H * E)
 
 
-_NO_LISTING = Listing(SlotList(None, None), 0, 0, 0)
+_NO_LISTING = Listing(SplitList(None, None), 0, 0, 0)
 _to_heads = Launcher(_to_heads_kernel)
 _from_heads = Launcher(_from_heads_kernel)
 _own_columns = Launcher(_own_columns_kernel)
@@ -289,16 +288,16 @@ def absorb_queries(
     u: Tensor,
     listing: Listing | None,
 ) -> Tensor:
-    """Queries, and what history rows are compared with.
+    """Queries, and absorbed queries ``u = q · W_K``.
 
     Args:
         target: ``[R, C]``.
-        w_q: ``[E, C]``, contiguous, as are all weights, of any of the kernels' dtypes.
+        w_q: ``[E, C]``, contiguous, as are all weights, in any of the kernels' dtypes.
         b_q: ``[E]``.
         w_k: ``[H, E / H, D]``.
         dtype: of the products.
         u: ``[R, H, D]``, written.
-        listing: of the slots of the attention of ``u``, which are listed, too.
+        listing: the list of splits of the attention of ``u``, built, too.
 
     Returns:
         ``q`` ``[R, H, E / H]`` in ``dtype``.
@@ -326,12 +325,12 @@ def project(
 
     Args:
         pooled: ``[R, H, D]``.
-        stats: ``[2, …]`` fp32 of the attention, by which a target without any row is known.
-        w_v: ``[H, E / H, D]``, contiguous, as are all weights, of any of the kernels' dtypes.
+        stats: ``[2, …]`` fp32 of the attention; the second is 0 for targets without visible rows.
+        w_v: ``[H, E / H, D]``, contiguous, as are all weights, in any of the kernels' dtypes.
         b_v: ``[E]``.
         w_out: ``[E, E]``.
         b_out: ``[E]``.
-        dtype: of the products, and of what is returned.
+        dtype: of the products and results.
 
     Returns:
         ``values`` ``[R, E]``; ``filled`` ``[R]``, see :class:`MultiHeadOutputs`; and ``out``
@@ -351,14 +350,14 @@ def project(
 
 
 def own_columns(pooled: Tensor, dtype: torch.dtype) -> Tensor:
-    """The output where values are not projected.
+    """The output without a value projection.
 
     Args:
         pooled: ``[R, H, E]``.
-        dtype: of what is returned.
+        dtype: of the output.
 
     Returns:
-        ``[R, E]``: of each head's pooled row the columns of that head, side by side.
+        ``[R, E]``: for each head, its columns of its pooled row.
     """
     num_rows, num_heads, width = pooled.shape
     out = pooled.new_empty(num_rows, width, dtype=dtype)
@@ -378,9 +377,8 @@ def gradient_of_pooled(
     grad_pooled: Tensor,
     listing: Listing | None,
 ) -> Tensor:
-    """``grad_values`` ``[R, E]``; ``grad_pooled`` ``[R, H, D]`` is written: see :func:`project`.
-
-    For ``listing`` see :func:`absorb_queries`.
+    """Return ``grad_values`` ``[R, E]`` and write ``grad_pooled`` ``[R, H, D]``: see
+    :func:`project`, and :func:`absorb_queries` for ``listing``.
     """
     num_rows, embed_dim = grad_out.shape
     grad_values = grad_out.new_empty(num_rows, embed_dim, dtype=dtype)
@@ -392,17 +390,17 @@ def gradient_of_pooled(
 
 
 def spread_columns(grad_out: Tensor, grad_pooled: Tensor, listing: Listing | None) -> None:
-    """``grad_pooled`` ``[R, H, E]`` is written, from ``grad_out`` ``[R, E]``: see
-    :func:`own_columns`, and for ``listing`` :func:`absorb_queries`.
+    """Write ``grad_pooled`` ``[R, H, E]``, from ``grad_out`` ``[R, E]``: see :func:`own_columns`,
+    and :func:`absorb_queries` for ``listing``.
     """
     num_rows, num_heads, width = grad_pooled.shape
     if num_rows:
         constants = _copy_constants(num_heads, width)
         programs = -(-num_rows // constants["BLOCK_R"]) * num_heads
-        slot_list, num_samples, num_slots, chunk = listing or _NO_LISTING
+        split_list, num_samples, num_splits, chunk = listing or _NO_LISTING
         _spread_columns(
             (programs + -(-num_samples // SAMPLES_OF_LIST),),
-            (grad_out.contiguous(), grad_pooled, slot_list, num_rows, num_samples, num_slots),
+            (grad_out.contiguous(), grad_pooled, split_list, num_rows, num_samples, num_splits),
             constants
             | {
                 "OVERLAP": devices.launches_overlap(grad_out.device),
@@ -415,8 +413,8 @@ def spread_columns(grad_out: Tensor, grad_pooled: Tensor, listing: Listing | Non
 def gradient_of_targets(
     grad_u: Tensor, w_k: Tensor, w_q: Tensor, dtype: torch.dtype, target_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """``grad_q`` ``[R, E]`` and, in ``target_dtype`` if it is asked for, ``grad_target``
-    ``[R, C]``, see :func:`absorb_queries`.
+    """``grad_q`` ``[R, E]``, and ``grad_target`` ``[R, C]`` in ``target_dtype`` unless that is
+    None: see :func:`absorb_queries`.
     """
     num_rows, head_dim = grad_u.shape[0], w_k.shape[1]
     embed_dim, num_inputs = w_q.shape
@@ -435,12 +433,12 @@ def _launch_to_heads(chain: Chain, listing: Listing | None, constants: Constants
     num_rows = chain.x.shape[0]
     if num_rows:
         programs = -(-num_rows // constants.BLOCK_R) * constants.H
-        slot_list, num_samples, num_slots, chunk = listing or _NO_LISTING
+        split_list, num_samples, num_splits, chunk = listing or _NO_LISTING
         if listing is not None:
             programs += -(-num_samples // SAMPLES_OF_LIST)
         _to_heads(
             (programs,),
-            (chain, slot_list, num_rows, num_samples, num_slots),
+            (chain, split_list, num_rows, num_samples, num_splits),
             {"C": constants, "CHUNK": chunk, "BLOCK_B": SAMPLES_OF_LIST},
         )
 
@@ -461,7 +459,7 @@ def _launch_from_heads(
 
 @functools.cache
 def _copy_constants(num_heads: int, width: int) -> dict[str, Any]:
-    """Of the kernels that only copy columns."""
+    """Constants of the kernels that copy columns."""
     block_e = padded_width(width)
     return {
         "H": num_heads,
@@ -482,16 +480,15 @@ def _constants(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Constants:
-    """Of the kernel that goes ``to_heads``, or of the other one.
+    """Constants of ``_to_heads_kernel`` if ``to_heads``, else of ``_from_heads_kernel``.
 
-    ``strides`` are those of the weights ``[H, C, X]``, in this order; the others, ``[H, X, D]``,
-    are contiguous.
+    ``strides`` are those of the weights ``[H, C, X]``; the others, ``[H, X, D]``, are contiguous.
     """
     most = 128 if dtype.itemsize == 2 else 64
     block_x, block_c = padded_width(head_dim), min(most, padded_width(num_columns))
     elements_of_head = padded_width(width) * (BLOCK_R + block_x) + block_c * block_x
     bytes_of_head = elements_of_head * dtype.itemsize
-    budget = devices.shared_memory(device) * 2 // 3  # for operands of heads that are awaited
+    budget = devices.shared_memory(device) * 2 // 3  # for operands in flight
     by_head, by_c, by_x = strides
     of_head = head_dim * width
     few_terms = max(num_columns, head_dim, width) <= FEW_TERMS

@@ -1,6 +1,5 @@
-"""History rows as Triton's kernels multiply them: read as they are, or unpacked in registers.
-
-For packed codes see ``codes/kernels/rows.py``.
+"""History rows as the Triton kernels read them: gathered by indices if there are any, and unpacked
+if they are packed codes (``codes/kernels/rows.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.codes.kernels.rows import load_codes
-from torchrec_jagged_attn.target_attention.kernels.schedule import numbers_of_rows
+from torchrec_jagged_attn.target_attention.kernels.schedule import gather_indices
 
 __all__ = ["load_history"]
 
@@ -18,17 +17,16 @@ __all__ = ["load_history"]
 def load_history(
     history_ptr, samples, start, end, d, history_stride, dtype: tl.constexpr, C: tl.constexpr
 ):
-    """``(n, visible, x)`` of the places from ``start`` on: their numbers and whether they are
-    visible, which they are up to ``end``, ``[BLOCK_N, 1]``, and their rows in ``dtype``,
-    ``[BLOCK_N, BLOCK_D]``.
+    """``(n, visible, x)`` of the positions from ``start`` to ``end``: the positions and their mask,
+    ``[BLOCK_N, 1]``, and their rows ``[BLOCK_N, BLOCK_D]`` in ``dtype``.
 
-    Of rows of codes, these and, in the last column, a one. Plain rows are zeros where places are
-    not visible, and beyond D. Codes may be any numbers there, which count nothing.
+    Rows of codes have a one in the last column. Masked elements are zeros, but arbitrary in rows of
+    codes.
     """
     index = tl.arange(0, C.BLOCK_N)
     n = (start + index)[:, None]
     visible = (index < (end - start).to(tl.int32))[:, None]
-    row = numbers_of_rows(samples, n, visible)
+    row = gather_indices(samples, n, visible)
     ptrs = history_ptr + row * history_stride
     if C.LEVELS > 0:
         x = load_codes(ptrs, visible, d[None, :], C.D - 1, C.LEVELS, C.PER_BYTE).to(dtype)

@@ -1,12 +1,11 @@
 """Backward of target attention, a warp for all query rows: for samples of up to 8 query rows.
 
 A program is one warp: it computes the gradients of one chunk of a sample's history, of its biases
-and of all its query rows. History rows are read once and their gradients written once, which is the
-floor: 2·N·D·e bytes.
+and of all its query rows. History rows are read once and their gradients written once, 2·N·D·e
+bytes, which is the roofline.
 
-Gradients of outputs and queries lie one above the other in shared memory, as one operand of 16
-rows; weights and gradients of scores lie side by side. So one product of the tensor cores' full
-depth makes the gradients of history rows. The last program of a sample combines its chunks: see
+The gradient of history rows is one product of full depth (K = 16): ``[p | ds]`` times the stacked
+rows of grad_out and q, in shared memory. The last program of a sample combines its chunks: see
 ``warp_combine.py``.
 """
 
@@ -25,38 +24,38 @@ from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     load_stats,
     store_delta,
 )
-from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
+from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     BLOCK_R,
     LEFT,
     MMA,
     RIGHT,
-    allocate_parts,
+    allocate_components,
     blocks_of,
     columns_at_once,
     copy_next,
+    decompose,
     drop_weights,
     exp,
     find_listed_chunk,
     indices_to_store,
     load_bias,
     load_columns,
-    load_parts,
+    load_components,
     load_rows,
     load_targets,
     next_indices,
     open_ring,
-    parts_of_rows,
     product,
     program_of_sample,
     query_draws,
     row_buckets,
-    row_numbers,
+    row_components,
+    row_positions,
     rows_of_sample,
     score_gradients,
-    split,
+    store_components,
     store_grad_of_bias,
     store_grad_of_history,
-    store_parts,
     store_rows,
     weights_and_slopes,
     zeros_by_column,
@@ -67,7 +66,7 @@ __all__ = ["backward_kernel"]
 
 @gluon.jit
 def _side_by_side(a, b):
-    """``[a | b]``, as left operand; no lane needs what another has."""
+    """``[a | b]`` as a left operand, without exchanges between lanes."""
     joined = gl.permute(gl.join(a, b), (0, 2, 1))
     return gl.convert_layout(gl.reshape(joined, [a.shape[0], 2 * a.shape[1]]), LEFT)
 
@@ -82,14 +81,16 @@ def _delta_of_half(outputs, grad_out, row, count, C: gl.constexpr):
 
 
 @gluon.jit
-def _delta_of_parts(outputs, both, row, count, C: gl.constexpr):
-    """``[8]``: Σ_d grad_out · out, by the very products that it is taken off."""
+def _delta_of_fp32(outputs, both, row, count, C: gl.constexpr):
+    """``[8]``: Σ_d grad_out · out, rounded like the products from which it is subtracted."""
     COLUMNS: gl.constexpr = columns_at_once(C)
     products = gl.zeros([16, BLOCK_R], gl.float32, MMA)
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
         out = load_rows(outputs.out, row, count, column, [16, COLUMNS], LEFT, C.D)
-        of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
-        products = product(split(out, C.PARTS), of_grad, products, C.PARTS, APART=True)
+        of_grad = load_components(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+        products = product(
+            decompose(out, C.COMPONENTS), of_grad, products, C.COMPONENTS, SEPARATE=True
+        )
     row_of_out = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
     row_of_grad = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))[None, :]
     return gl.sum(gl.where(row_of_out == row_of_grad, products, 0.0), 0)
@@ -102,15 +103,15 @@ def _multiply_rows(tile, q, grad_out, both, C: gl.constexpr):
     dots = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
     dp = dots
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-        x = split(tile.slice(column, COLUMNS, 1).load(LEFT), parts_of_rows(C))
-        if C.PARTS > 1:  # they do not fit in registers
-            of_grad = load_parts(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
-            of_q = load_parts(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True)
+        x = decompose(tile.slice(column, COLUMNS, 1).load(LEFT), row_components(C))
+        if C.COMPONENTS > 1:  # too many for registers
+            of_grad = load_components(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+            of_q = load_components(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True)
         else:
             of_grad = grad_out
             of_q = q
-        dots = product(x, of_q, dots, C.PARTS, APART=True)
-        dp = product(x, of_grad, dp, C.PARTS, APART=True)
+        dots = product(x, of_q, dots, C.COMPONENTS, SEPARATE=True)
+        dp = product(x, of_grad, dp, C.COMPONENTS, SEPARATE=True)
     return dots, dp
 
 
@@ -120,24 +121,24 @@ def _differentiate_rows(grads, of_rows, C: gl.constexpr):
     p, ds, both, indices, targets, first, start, end = of_rows
     dtype: gl.constexpr = grads.history.dtype.element_ty
     STORED: gl.constexpr = indices[1].shape[0]
-    of_rows = split(_side_by_side(p.to(dtype), ds.to(dtype)), C.PARTS)
+    of_rows = decompose(_side_by_side(p.to(dtype), ds.to(dtype)), C.COMPONENTS)
     for column in gl.static_range(0, C.BLOCK_D, STORED):
-        operand = load_parts(both, (0, 2 * BLOCK_R), (column, STORED), RIGHT, False)
+        operand = load_components(both, (0, 2 * BLOCK_R), (column, STORED), RIGHT, False)
         grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, MMA)
-        grad_x = product(of_rows, operand, grad_x, C.PARTS)
+        grad_x = product(of_rows, operand, grad_x, C.COMPONENTS)
         store_grad_of_history(grads, grad_x, indices, targets, first, start, end, column, C)
 
 
 @gluon.jit
 def _add_to_queries(accs, tile, ds, dtype: gl.constexpr, C: gl.constexpr):
-    """``accs``, columns of the gradients of queries, and what the rows of a tile give to them."""
+    """``accs``, columns of the gradients of queries, plus the terms of the rows of a tile."""
     COLUMNS: gl.constexpr = columns_at_once(C)
-    ROWS: gl.constexpr = parts_of_rows(C)
-    of_queries = split(gl.convert_layout(ds.to(dtype), RIGHT), C.PARTS)
+    ROWS: gl.constexpr = row_components(C)
+    of_queries = decompose(gl.convert_layout(ds.to(dtype), RIGHT), C.COMPONENTS)
     new_accs = ()
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-        x = split(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT), ROWS)
-        new_accs += (product(x, of_queries, accs[column // COLUMNS], C.PARTS),)
+        x = decompose(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT), ROWS)
+        new_accs += (product(x, of_queries, accs[column // COLUMNS], C.COMPONENTS),)
     return new_accs
 
 
@@ -151,7 +152,7 @@ def _allocate_table(C: gl.constexpr):
 
 @gluon.jit
 def _clear(table, weights):
-    """Make a table zero, and that of weights, if there is one."""
+    """Set a table to zero, and that of weights, if there is one."""
     BLOCKS: gl.constexpr = table.shape[0]
     for block in gl.static_range(BLOCKS):
         table.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
@@ -161,12 +162,12 @@ def _clear(table, weights):
 
 @gluon.jit
 def _add_to_table(
-    table, weights, buckets, visible, ds, p, FIRST: gl.constexpr, PARTS: gl.constexpr
+    table, weights, buckets, visible, ds, p, FIRST: gl.constexpr, COMPONENTS: gl.constexpr
 ):
-    """Add gradients of scores ``ds`` (in PARTS, as right operands) to their ``buckets``.
+    """Add gradients of scores ``ds`` (in COMPONENTS, as right operands) to their ``buckets``.
 
-    Those of ``table`` begin at block FIRST. Of the rows of a tile, near in time, few blocks have
-    any. ``weights``, if there is such a table, gets ``p``.
+    The buckets begin at block FIRST of ``table``. The rows of a tile, which are near in time, fall
+    into few blocks. If there is a table of ``weights``, ``p`` is added to it.
     """
     block_of_row = buckets // 16
     lowest = gl.min(gl.where(visible, block_of_row, 2**30), 0)
@@ -175,32 +176,32 @@ def _add_to_table(
     zeros = gl.zeros([16, BLOCK_R], gl.float32, MMA)
     for at in range(lowest, highest + 1):
         in_bucket = (b[:, None] + at * 16 == buckets[None, :]) & visible[None, :]
-        choice = in_bucket.to(gl.int16).to(gl.bfloat16)
+        one_hot = in_bucket.to(gl.int16).to(gl.bfloat16)
         sums = zeros
-        for part in gl.static_range(PARTS):
-            sums = mma_v2(choice, ds[PARTS - 1 - part], sums)
+        for i in gl.static_range(COMPONENTS):
+            sums = mma_v2(one_hot, ds[COMPONENTS - 1 - i], sums)
         block = table.index(FIRST + at)
         block.store(block.load(MMA) + sums)
         if weights is not None:
             block = weights.index(FIRST + at)
-            block.store(block.load(MMA) + mma_v2(choice, p, zeros))
+            block.store(block.load(MMA) + mma_v2(one_hot, p, zeros))
 
 
 @gluon.jit
 def _add_to_tables(table, weights, buckets, ds, p, count, C: gl.constexpr):
-    """Add what the first ``count`` rows of a tile give to their ``buckets`` of position and age."""
-    PARTS: gl.constexpr = max(2, C.PARTS)
-    ds = split(gl.convert_layout(ds, RIGHT), PARTS)
+    """Add the first ``count`` rows of a tile to their ``buckets`` of position and age."""
+    COMPONENTS: gl.constexpr = max(2, C.COMPONENTS)
+    ds = decompose(gl.convert_layout(ds, RIGHT), COMPONENTS)
     if weights is not None:
         p = gl.convert_layout(p.to(gl.bfloat16), RIGHT)
     of_row: gl.constexpr = gl.SliceLayout(0, LEFT)
     visible = gl.arange(0, C.BLOCK_N, of_row) < count
     if C.P > 0:
         of_position = gl.convert_layout(buckets[0], of_row)
-        _add_to_table(table, weights, of_position, visible, ds, p, 0, PARTS)
+        _add_to_table(table, weights, of_position, visible, ds, p, 0, COMPONENTS)
     if C.A > 0:
         of_age = gl.convert_layout(buckets[1], of_row)
-        _add_to_table(table, weights, of_age, visible, ds, p, blocks_of(C.P), PARTS)
+        _add_to_table(table, weights, of_age, visible, ds, p, blocks_of(C.P), COMPONENTS)
 
 
 @gluon.jit
@@ -233,15 +234,15 @@ def _store_table(table, ptr, count, C: gl.constexpr):
 
 @gluon.jit
 def _store_correction(sums, ptr, count, chunk, grad_lse, C: gl.constexpr):
-    """``-Σ ds · Σ p`` by bucket, over all chunks of a sample, as a table of its own.
+    """``-Σ ds · Σ p`` by bucket, over all chunks of a sample, as another table.
 
-    With ``grad_lse``, ``Σ ds`` is what it is more than that.
+    With ``grad_lse``, that is subtracted from ``Σ ds``.
     """
     size = (1 + C.P + C.A) * count
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
     ds_total = gl.zeros([BLOCK_R], gl.float32, gl.SliceLayout(0, MMA))
     for at in range(chunk.chunks):
-        of_chunk = sums.weights + (chunk.first_slot + at).to(gl.int64) * size
+        of_chunk = sums.weights + (chunk.first_split + at).to(gl.int64) * size
         ds_total += gl.load(of_chunk + r, mask=r < count, other=0.0)
     if grad_lse is not None:
         ds_total -= grad_lse
@@ -249,34 +250,34 @@ def _store_correction(sums, ptr, count, chunk, grad_lse, C: gl.constexpr):
         weights = gl.zeros([16, BLOCK_R], gl.float32, MMA)
         ptrs, mask = _bucket_ptrs(sums.weights + count, block, count, C)
         for at in range(chunk.chunks):
-            of_chunk = ptrs + (chunk.first_slot + at).to(gl.int64) * size
+            of_chunk = ptrs + (chunk.first_split + at).to(gl.int64) * size
             weights += gl.load(of_chunk, mask=mask, other=0.0)
         ptrs, mask = _bucket_ptrs(ptr, block, count, C)
         gl.store(ptrs, -ds_total[None, :] * weights, mask=mask)
 
 
 @gluon.jit
-def _take_off_means(table, weights, sums, slot, count, grad_lse, C: gl.constexpr):
-    """Take ``Σ ds · Σ p`` off each bucket; of a chunk, leave both sums in its slot instead.
+def _subtract_means(table, weights, sums, split, count, grad_lse, C: gl.constexpr):
+    """Subtract ``Σ ds · Σ p`` from each bucket; of several chunks, store both sums as a split.
 
-    With ``grad_lse``, ``Σ ds`` is what it is more than that.
+    With ``grad_lse``, that is subtracted from ``Σ ds``.
     """
     BLOCKS: gl.constexpr = blocks_of(C.P) + blocks_of(C.A)
     ds_total = _sum_of_blocks(table, blocks_of(C.P) if C.P > 0 else BLOCKS)
-    if slot < 0:
+    if split < 0:
         if grad_lse is not None:
             ds_total -= grad_lse
         for block in gl.static_range(BLOCKS):
-            taken = ds_total[None, :] * weights.index(block).load(MMA)
-            table.index(block).store(table.index(block).load(MMA) - taken)
+            means = ds_total[None, :] * weights.index(block).load(MMA)
+            table.index(block).store(table.index(block).load(MMA) - means)
     else:
-        ptr = sums.weights + slot.to(gl.int64) * (1 + C.P + C.A) * count
+        ptr = sums.weights + split.to(gl.int64) * (1 + C.P + C.A) * count
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         gl.store(ptr + r, ds_total, mask=r < count)
         _store_table(weights, ptr + count, count, C)
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -289,15 +290,15 @@ def backward_kernel(
     num_samples,
     num_targets,
     num_rows,
-    num_slots,
+    num_splits,
     scale,
     C: gl.constexpr,  # Constants
 ):
     """Gradients of one chunk of a sample's history, of its biases and of all its query rows."""
     if C.OVERLAP:
         launch_dependents()
-    chunk = find_listed_chunk(samples, num_samples, num_slots, C)
-    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    chunk = find_listed_chunk(samples, num_samples, num_splits, C)
+    begin, end, split = chunk.begin, chunk.end, chunk.split
     count = num_targets * C.H
     weights = None
     if C.P + C.A > 0:
@@ -312,21 +313,21 @@ def backward_kernel(
         row = chunk.sample.to(gl.int64) * count
         query_row = row * 0 if C.LAYOUT == SHARED else row
         grad_out = load_columns(grad_out_ptr, row, count, C)
-        q = split(load_columns(query_ptr, query_row, count, C), C.PARTS)
-        if C.PARTS == 1:
+        q = decompose(load_columns(query_ptr, query_row, count, C), C.COMPONENTS)
+        if C.COMPONENTS == 1:
             delta = _delta_of_half(outputs, grad_out, row, count, C)
-        grad_out = split(grad_out, C.PARTS)
-        both = allocate_parts(q[0].dtype, C.PARTS, 2 * BLOCK_R, C.BLOCK_D)
-        store_parts(both, 0, grad_out, True)
-        store_parts(both, BLOCK_R, q, True)
-        if C.PARTS > 1:
-            delta = _delta_of_parts(outputs, both, row, count, C)
+        grad_out = decompose(grad_out, C.COMPONENTS)
+        both = allocate_components(q[0].dtype, C.COMPONENTS, 2 * BLOCK_R, C.BLOCK_D)
+        store_components(both, 0, grad_out, True)
+        store_components(both, BLOCK_R, q, True)
+        if C.COMPONENTS > 1:
+            delta = _delta_of_fp32(outputs, both, row, count, C)
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         maximum, inverse = load_stats(outputs, num_rows, row, count, r)
         grad_lse = load_grad_lse(outputs, row, inverse, r)
         delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[None, :]
-        alone = (end - begin == 1) & (slot < 0)
+        alone = (end - begin == 1) & (split < 0)
 
         stored = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
@@ -343,14 +344,14 @@ def backward_kernel(
             visible = (n < end)[:, None]
             buckets = row_buckets(n, biases, chunk, C)
             bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=0)
-            numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
+            numbers = row_positions(biases, chunk.first + n, n < end)[:, None]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
-                p = exp(dots * scale + bias - maximum[None, :], C.PARTS) * inverse[None, :]
+                p = exp(dots * scale + bias - maximum[None, :], C.COMPONENTS) * inverse[None, :]
                 p = gl.where(visible, p, 0.0)  # rounded as forward
                 ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=0)
             else:
-                p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.PARTS > 1)
+                p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.COMPONENTS > 1)
                 p = gl.where(visible, p, 0.0)
                 ds = gl.where(visible, slope * dp, 0.0)
             kept = drop_weights(p, biases.dropout, draws, numbers)
@@ -365,22 +366,22 @@ def backward_kernel(
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         if sums.weights is not None:
-            _take_off_means(table, weights, sums, slot, count, grad_lse, C)
+            _subtract_means(table, weights, sums, split, count, grad_lse, C)
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             grad_query = gl.permute(accs[column // COLUMNS], (1, 0))
-            if slot >= 0:
-                store_rows(sums.acc, grad_query, slot.to(gl.int64) * count, count, column, C.D)
+            if split >= 0:
+                store_rows(sums.acc, grad_query, split.to(gl.int64) * count, count, column, C.D)
             else:
                 store_rows(grads.query, grad_query * scale, row, count, column, C.D)
-        if slot >= 0:
-            if is_last_chunk(samples, num_slots, chunk):
+        if split >= 0:
+            if is_last_chunk(samples, num_splits, chunk):
                 combine_queries(sums, grads, row, count, chunk, scale, C)
                 if sums.weights is not None:
-                    program = program_of_sample(chunk.sample, num_samples, num_slots)
+                    program = program_of_sample(chunk.sample, num_samples, num_splits)
                     ptr = grads.tables + program.to(gl.int64) * (C.P + C.A) * count
                     _store_correction(sums, ptr, count, chunk, grad_lse, C)
     if C.P + C.A > 0:
-        of_last_chunk = (chunk.length > 2 * C.CHUNK) & (slot < 0) & (sums.weights is not None)
+        of_last_chunk = (chunk.length > 2 * C.CHUNK) & (split < 0) & (sums.weights is not None)
         if not of_last_chunk:
             ptr = grads.tables + gl.program_id(0).to(gl.int64) * (C.P + C.A) * count
             _store_table(table, ptr, count, C)

@@ -1,10 +1,10 @@
 """Forward of target attention, a warp for all query rows: for samples of up to 8 query rows.
 
 A program is one warp: it computes all query rows of a sample over one chunk of its history. History
-rows are read once, which is the floor: N·D·e bytes. Tiles of them lie on the M side of products,
-``[rows, queries]`` for scores and ``[width, queries]`` for outputs, and both read them from the
-same place in shared memory. Programs this small run side by side in numbers that keep enough bytes
-on their way. The last program of a sample combines its chunks: see ``warp_combine.py``.
+rows are read once, N·D·e bytes, which is the roofline. Tiles of them are on the M side of products,
+``[rows, queries]`` for scores and ``[width, queries]`` for outputs, which read the same tile in
+shared memory. With so many small programs per multiprocessor, enough loads are in flight. The last
+program of a sample combines its chunks: see ``warp_combine.py``.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     store_outputs,
     store_stats,
 )
-from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
+from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     BLOCK_R,
     LEFT,
     MMA,
     RIGHT,
-    allocate_parts,
+    allocate_components,
     columns_at_once,
     copy_next,
+    decompose,
     drop_weights,
     exp,
     find_listed_chunk,
     load_bias,
     load_columns,
-    load_parts,
+    load_components,
     next_indices,
     open_ring,
-    parts_of_rows,
     product,
     query_draws,
     row_buckets,
-    row_numbers,
+    row_components,
+    row_positions,
     rows_of_sample,
-    split,
-    store_parts,
+    store_components,
     store_rows,
     weights_and_slopes,
     zeros_by_column,
@@ -54,7 +54,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
 __all__ = ["forward_kernel"]
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed codes; rows STRIDE apart
@@ -65,13 +65,13 @@ def forward_kernel(
     num_samples,
     num_targets,
     num_rows,
-    num_slots,
+    num_splits,
     scale,
     C: gl.constexpr,  # Constants
 ):
     """All query rows of a sample over one chunk of its history."""
-    chunk = find_listed_chunk(samples, num_samples, num_slots, C)
-    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    chunk = find_listed_chunk(samples, num_samples, num_splits, C)
+    begin, end, split = chunk.begin, chunk.end, chunk.split
     if chunk.busy:
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
         dtype: gl.constexpr = query_ptr.dtype.element_ty
@@ -79,19 +79,19 @@ def forward_kernel(
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
         q = load_columns(query_ptr, row * 0 if C.LAYOUT == SHARED else row, count, C)
-        q = split(q, C.PARTS)
-        if C.PARTS > 1:  # they do not fit in registers
-            queries = allocate_parts(gl.bfloat16, C.PARTS, BLOCK_R, C.BLOCK_D)
-            store_parts(queries, 0, q, True)
+        q = decompose(q, C.COMPONENTS)
+        if C.COMPONENTS > 1:  # too many for registers
+            queries = allocate_components(gl.bfloat16, C.COMPONENTS, BLOCK_R, C.BLOCK_D)
+            store_components(queries, 0, q, True)
 
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         draws = query_draws(biases.dropout, row + r)[None, :]
         zeros = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
         COLUMNS: gl.constexpr = columns_at_once(C)
-        ROWS: gl.constexpr = parts_of_rows(C)
+        ROWS: gl.constexpr = row_components(C)
         accs = zeros_by_column([COLUMNS, BLOCK_R], MMA, C)
-        total = zeros  # each row's own: summed up once
+        total = zeros  # by row, summed after the loop
         maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
@@ -100,12 +100,12 @@ def forward_kernel(
             tile = ring.index(stage)
             dots = zeros
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
-                x = split(tile.slice(column, COLUMNS, 1).load(LEFT), ROWS)
-                if C.PARTS > 1:
-                    of_q = load_parts(queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+                x = decompose(tile.slice(column, COLUMNS, 1).load(LEFT), ROWS)
+                if C.COMPONENTS > 1:
+                    of_q = load_components(queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
                 else:
                     of_q = q
-                dots = product(x, of_q, dots, C.PARTS, APART=True)
+                dots = product(x, of_q, dots, C.COMPONENTS, SEPARATE=True)
             n = start + index
             visible = (n < end)[:, None]
             buckets = row_buckets(n, biases, chunk, C)
@@ -114,29 +114,29 @@ def forward_kernel(
             if C.SCORE == "softmax":
                 new_maximum = gl.maximum(maximum, gl.max(scores, 0))
                 shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-                p = exp(scores - shift[None, :], C.PARTS)
-                rescale = exp(maximum - shift, C.PARTS)[None, :]
+                p = exp(scores - shift[None, :], C.COMPONENTS)
+                rescale = exp(maximum - shift, C.COMPONENTS)[None, :]
                 maximum = new_maximum
                 total = total * rescale + p
             else:
-                p = weights_and_slopes(scores, C.SCORE, C.PARTS > 1)[0]
-            numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
+                p = weights_and_slopes(scores, C.SCORE, C.COMPONENTS > 1)[0]
+            numbers = row_positions(biases, chunk.first + n, n < end)[:, None]
             p = drop_weights(p, biases.dropout, draws, numbers)
-            weights = split(gl.convert_layout(p.to(dtype), RIGHT), C.PARTS)
+            weights = decompose(gl.convert_layout(p.to(dtype), RIGHT), C.COMPONENTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 columns = tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT)
                 acc = accs[column // COLUMNS]
                 if C.SCORE == "softmax":
                     acc *= rescale
-                new_accs += (product(split(columns, ROWS), weights, acc, C.PARTS),)
+                new_accs += (product(decompose(columns, ROWS), weights, acc, C.COMPONENTS),)
             accs = new_accs
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         total = gl.sum(total, 0)
         if C.SCORE != "softmax":
             maximum, total = stats_of_one(total, chunk)
-        if slot < 0:
+        if split < 0:
             inverse = store_stats(outputs, num_rows, row, count, maximum, total)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 out = gl.permute(accs[column // COLUMNS] * inverse[None, :], (1, 0))
@@ -144,7 +144,7 @@ def forward_kernel(
         else:
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 acc = gl.permute(accs[column // COLUMNS], (1, 0))
-                store_rows(sums.acc, acc, slot.to(gl.int64) * count, count, column, C.D)
-            store_chunk_stats(sums, slot, count, maximum, total)
-            if is_last_chunk(samples, num_slots, chunk):
+                store_rows(sums.acc, acc, split.to(gl.int64) * count, count, column, C.D)
+            store_chunk_stats(sums, split, count, maximum, total)
+            if is_last_chunk(samples, num_splits, chunk):
                 combine_outputs(sums, outputs, num_rows, row, count, chunk, C)

@@ -1,6 +1,6 @@
 """Gradients of the weights and biases around target attention.
 
-With ``R`` targets in all, and where keys and values are absorbed on the targets' side,
+With ``R`` targets in all, and absorbed projections of keys and values,
 
     ∂W_Q = Σ_r ∂q_r ⊗ target_r                                                      [E, C]
     ∂W_O = Σ_r ∂out_r ⊗ v_r                                                         [E, E]
@@ -8,12 +8,12 @@ With ``R`` targets in all, and where keys and values are absorbed on the targets
     ∂b_Q = Σ_r ∂q_r                    ∂b_V = Σ_r ∂v_r with a history               [E]
     ∂b_O = Σ_r ∂out_r
 
-There are few outputs, and rows of all targets of a batch: 2·R·E·(C + E + 2·D) FLOPs and the
-operands read once. So rows are cut into splits (split-K), as many as fill a GPU; the sums of splits
-are added in one order, whatever GPU it is. cuBLAS would take seven products. Each has a program for
-a tile of outputs only, and in fp32 adds one row after the other.
+Outputs are small, and sums are over all targets of a batch: 2·R·E·(C + E + 2·D) FLOPs, operands
+read once. So products are split-K, with as many splits as fill a GPU; their number and order do not
+depend on the GPU. cuBLAS would need seven products, without split-K, and in fp32 adds one row after
+the other.
 
-Where values are not projected, there are ∂W_Q, ∂W_K and ∂b_Q alone.
+Without a value projection, there are only ∂W_Q, ∂W_K and ∂b_Q.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients,
 
 __all__ = ["Plan", "parameter_gradients", "plan_of"]
 
-ROWS = 128  # the fewest that are worth a program
-SUMMED_ELEMENTS = 128  # that a program adds up, over all splits
+ROWS = 128  # fewest rows of a split
+SUMMED_ELEMENTS = 128  # of a program that sums splits
 
 
 @triton.jit
@@ -60,9 +60,9 @@ def _sum_products(
     BLOCK_Y: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """A tile of one head of the outer products, added up over the rows from begin to end.
+    """A tile of one head of the outer products, summed over the rows from begin to end.
 
-    Tiles wider than a head read on in the next one: what becomes of that is not stored.
+    Tiles wider than a head also read the next head; its results are not stored.
     """
     TILES_Y: tl.constexpr = (Y + BLOCK_Y - 1) // BLOCK_Y
     TILES: tl.constexpr = (X + BLOCK_X - 1) // BLOCK_X * TILES_Y
@@ -90,7 +90,7 @@ def _sum_rows(
     BLOCK_E: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """BLOCK_E columns, added up over the rows from begin to end that are filled."""
+    """BLOCK_E columns, summed over the rows from begin to end that are filled."""
     e = tile * BLOCK_E + tl.arange(0, BLOCK_E)
     acc = tl.zeros([BLOCK_R, BLOCK_E], tl.float32)
     for first in tl.range(begin, end, BLOCK_R, num_stages=3):
@@ -120,10 +120,10 @@ def _splits_kernel(
     BLOCK_R: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A tile of one gradient over one split of the rows, or some columns of one of a bias.
+    """A tile of one gradient of a weight, or some columns of one of a bias, over one split of rows.
 
-    The order of sums is that of :class:`ProjectionGradients`. Those of values are left out where
-    there are none.
+    Sums are stored in the order of :class:`ProjectionGradients`, without those of values if there
+    is no value projection.
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()
@@ -187,7 +187,7 @@ def _splits_kernel(
     sums_ptr += bias * E
     if rows.v is None or bias == 0:
         _sum_rows(sums_ptr, rows.grad_q, None, tile, begin, end, E, BLOCK_E, BLOCK_R)
-    elif bias == 1:  # that of keys changes nothing
+    elif bias == 1:  # the bias of keys has no effect: zeros
         _sum_rows(sums_ptr, rows.grad_q, None, tile, begin, begin, E, BLOCK_E, BLOCK_R)
     elif bias == 2:
         _sum_rows(sums_ptr, rows.grad_v, rows.filled, tile, begin, end, E, BLOCK_E, BLOCK_R)
@@ -196,7 +196,7 @@ def _splits_kernel(
 
 
 @triton.jit
-def _add_up(
+def _sum_splits_of(
     out_ptr,  # [NUM], or None
     sums_ptr,  # [splits, SIZE] fp32, from the first of NUM on
     num_splits,
@@ -231,7 +231,7 @@ def _add_splits_kernel(
     BLOCK_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Outputs, one for each number along the second axis of programs, of the sums of splits."""
+    """Sum the splits of one output, by the second axis of programs."""
     if OVERLAP:
         cuda.gdc_wait()
     W: tl.constexpr = 0 if grads.w_k is None else E * Y
@@ -240,21 +240,21 @@ def _add_splits_kernel(
     B_IN: tl.constexpr = E if grads.w_out is None else 3 * E
     output = tl.program_id(1)
     if output == 0:
-        _add_up(grads.w_q, sums_ptr, num_splits, E * C, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.w_q, sums_ptr, num_splits, E * C, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 1:
-        _add_up(grads.w_out, sums_ptr + E * C, num_splits, W_OUT, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.w_out, sums_ptr + E * C, num_splits, W_OUT, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 2:
         sums_ptr += E * C + W_OUT
-        _add_up(grads.w_k, sums_ptr, num_splits, W, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.w_k, sums_ptr, num_splits, W, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 3:
         sums_ptr += E * C + W_OUT + W
-        _add_up(grads.w_v, sums_ptr, num_splits, W_V, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.w_v, sums_ptr, num_splits, W_V, SIZE, BLOCK, BLOCK_SPLITS)
     elif output == 4:
         sums_ptr += E * C + W_OUT + W + W_V
-        _add_up(grads.b_in, sums_ptr, num_splits, B_IN, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.b_in, sums_ptr, num_splits, B_IN, SIZE, BLOCK, BLOCK_SPLITS)
     else:
         sums_ptr += E * C + W_OUT + W + W_V + B_IN
-        _add_up(grads.b_out, sums_ptr, num_splits, E, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.b_out, sums_ptr, num_splits, E, SIZE, BLOCK, BLOCK_SPLITS)
 
 
 _sum_splits = Launcher(_splits_kernel)
@@ -288,13 +288,13 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
 
 
 class Plan(NamedTuple):
-    """How gradients of one shape are cut up.
+    """Tiles and splits of gradients of one shape.
 
     Args:
-        num_programs: that rows are split for, some for each multiprocessor of an H200.
+        num_programs: target number of programs, a few per multiprocessor of an H200.
         num_tiles: of all gradients.
-        size: elements of these.
-        num_blocks: of the largest.
+        size: elements of all gradients.
+        num_blocks: of SUMMED_ELEMENTS, of the largest gradient.
         of_splits: compile-time arguments of ``_splits_kernel``.
         of_sums: those of ``_add_splits_kernel``.
     """
@@ -311,15 +311,16 @@ class Plan(NamedTuple):
 def plan_of(
     half: bool, precision: str, heads: int, x: int, y: int, c: int, of_values: bool, overlap: bool
 ) -> Plan:
-    """Of ``H`` heads of width ``X``, targets of width ``C`` and, where absorbed, history rows of
-    width ``Y``, else 0; and whether values have gradients, beside queries and keys.
+    """The plan for ``H`` heads of width ``X``, targets of width ``C`` and history rows of width
+    ``Y`` (0 unless projections are absorbed).
 
-    Tiles were found by trying, on an H200.
+    ``of_values``: whether there is a value projection. Tiles are the fastest of those tried on an
+    H200.
     """
     e = heads * x
     if half:
         num_programs, block_r, most, warps = 264, 64, 128, 4
-    else:  # Four warps would multiply together, and transpose TF32 for that; two do not.
+    else:  # four warps would use wgmma, which needs a transposed copy of TF32 operands
         num_programs, block_r, most, warps = 528, 32, 64, 2 if precision == "tf32" else 4
     block_x, block_e = min(64, padded_width(x)), min(64, padded_width(e))
     block_y = min(most, padded_width(max(1, y)))

@@ -1,92 +1,93 @@
-"""Records that the kernels of target attention take, each thing with its shape once.
+"""Records of arguments of the kernels of target attention, with their shapes.
 
 ``rows`` are the query rows of all samples; a sample has ``count`` of them: targets × heads, in this
-order. ``slot_rows`` is how many of them a slot has room for. Pointers are ``None`` where a kernel
-does not use them.
+order; a split has ``split_rows``. Pointers are ``None`` if a kernel does not use them.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Constants", "Gradients", "Listing", "Outputs", "Samples", "SlotList", "Sums"]
+__all__ = ["Constants", "Gradients", "Listing", "Outputs", "Samples", "SplitList", "Sums"]
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; ``None`` where its variant does not use it."""
+    """Compile-time constants of a kernel; ``None`` if its variant does not use them."""
 
     LAYOUT: int  # of queries: DENSE, SHARED or JAGGED
     H: int  # heads
     D: int  # width of queries and history rows
     BLOCK_R: int  # query rows of a block
     BLOCK_D: int  # columns of a tile
-    CHUNK: int  # history rows of a chunk, at least
+    CHUNK: int  # fewest history rows of a chunk
     P: int = 0  # buckets of positions
     A: int = 0  # buckets of ages
     PRIOR: bool = False  # whether the bias is prior weights
-    SCORE: str = "softmax"  # what makes weights of scores, see ``arguments.SCORES``
+    SCORE: str = "softmax"  # from scores to weights, see ``arguments.SCORES``
     LEVELS: int = 0  # of packed codes; 0 where history rows are not packed
-    PER_BYTE: int = 0  # codes that a byte holds
+    PER_BYTE: int = 0  # codes per byte
     STRIDE: int | None = None  # elements from one history row to the next
     BLOCK_N: int | None = None  # history rows of a tile
     NUM_STAGES: int | None = None  # tiles in shared memory
-    SLOT: int | None = None  # history rows for each slot
+    SPLIT: int | None = None  # history rows per split
     PRECISION: str | None = None  # of products, see ``matmul.product_precision``
-    PARTS: int | None = None  # of bf16 that a number is multiplied in, see ``warp_parts.split``
+    COMPONENTS: int | None = (
+        None  # of bf16 that a number is multiplied in, see ``warp_common.decompose``
+    )
     OVERLAP: bool = False  # whether launches overlap
-    WAIT: bool = False  # whether all programs wait for the last kernel, not those of slots alone
-    SINGLE_PASS: bool = False  # whether samples of one block have all gradients in one pass
-    ONE_TARGET: bool = False  # whether each sample has one target, and its query rows one block
+    WAIT: bool = False  # whether all programs wait for the last kernel, not only those of splits
+    SINGLE_PASS: bool = False  # whether one pass computes all gradients of samples of one block
+    ONE_TARGET: bool = False  # whether samples have one target each, and one block of query rows
     BLOCK_H: int | None = None  # heads of a tile of a table's gradients
-    BLOCK_P: int | None = None  # positions of one
-    BLOCK_A: int | None = None  # ages of one
+    BLOCK_P: int | None = None  # positions of such a tile
+    BLOCK_A: int | None = None  # ages of such a tile
 
 
-class SlotList(NamedTuple):
-    """What ``schedule.list_slots`` reads and writes.
+class SplitList(NamedTuple):
+    """The list of splits that ``schedule.list_splits`` writes, and offsets.
 
     Attributes:
-        slots: ``[2, slots]`` int32: a slot's sample, -1 where it has none; zeros.
+        splits: ``[2, splits]`` int32: the sample of each split, or -1; counters, zeros.
         offsets: ``[B + 1]``, of history rows.
     """
 
-    slots: Any
+    splits: Any
     offsets: Any
 
 
 class Listing(NamedTuple):
-    """Arguments of ``schedule.list_slots``, for a kernel that calls it beside other work."""
+    """Arguments of ``schedule.list_splits``, for the kernel that it is fused into."""
 
-    slot_list: SlotList
+    split_list: SplitList
     num_samples: int
-    num_slots: int
+    num_splits: int
     chunk: int
 
 
 class Samples(NamedTuple):
-    """Where the rows of samples lie.
+    """Offsets and indices of samples.
 
     Attributes:
-        slots: of the :class:`SlotList`.
+        splits: of the :class:`SplitList`.
         offsets: ``[B + 1]``, of history rows.
-        query_offsets: ``[B + 1]``, of targets, where queries are JAGGED.
-        indices: ``[N]``, of the rows of the history, where it is read by them.
+        query_offsets: ``[B + 1]``, of targets, if queries are JAGGED.
+        indices: ``[N]``, gather indices of history rows, if there are any.
     """
 
-    slots: Any
+    splits: Any
     offsets: Any
     query_offsets: Any
     indices: Any = None
 
 
 class Outputs(NamedTuple):
-    """What forward writes and backward reads; see ``arguments.TargetOutputs``.
+    """Outputs of forward, which backward reads; see ``arguments.TargetOutputs``.
 
     Attributes:
         out: ``[rows, D]``.
         residual: ``[rows, D]``.
         stats: ``[2, rows]`` fp32.
-        grad_lse: ``[rows]`` fp32, the gradient of log-sum-exps; of backward alone.
+        grad_lse: ``[rows]`` fp32, the gradient of log-sum-exps; in backward only.
     """
 
     out: Any
@@ -96,14 +97,14 @@ class Outputs(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What a chunk leaves in its slot, to be combined with the other chunks of its sample.
+    """Partial results of splits, to be combined.
 
     Attributes:
-        acc: ``[slots, slot_rows, D]`` fp32, of outputs that are not divided by their total yet, or
-            of gradients of queries that are not scaled yet.
-        weights: fp32. Forward ``[slots, 2, slot_rows]``, the largest score and the total of
-            weights. Backward ``[slots, slot_rows]``, the total of the gradients of scores; of
-            ``one_warp`` ``[slots, 1 + P + A, slot_rows]``, that and the weights of each bucket.
+        acc: ``[splits, split_rows, D]`` fp32: outputs, not yet divided by their total, or gradients
+            of queries, not yet scaled.
+        weights: fp32. Forward ``[splits, 2, split_rows]``: the largest score and the total of
+            weights. Backward ``[splits, split_rows]``: the total of the gradients of scores; in
+            ``one_warp`` ``[splits, 1 + P + A, split_rows]``: that and the weights of each bucket.
     """
 
     acc: Any
@@ -111,17 +112,17 @@ class Sums(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward writes.
+    """Gradients, which backward writes.
 
     Attributes:
-        query: ``[rows, D]``; fp32 where queries are SHARED: a row for each sample.
-        delta: ``[rows]`` fp32, the mean of the gradients of weights minus ``grad_lse``, where a
-            kernel leaves it to the next one.
-        history: ``[N, D]``; or ``[U, D]`` where rows are read by indices.
-        bias: ``[N, H]``; or, of logarithms of prior weights, ``[N]`` fp32.
-        tables: ``[programs, P + A, H]`` fp32; of ``one_warp`` ``[programs, P + A, count]``.
-        targets: ``[N]``, where rows are read by indices: the row that a place names, if no other
-            place names it, else -1. Gradients of the other rows are left to the next kernel.
+        query: ``[rows, D]``; if queries are SHARED, in fp32, to be summed over samples.
+        delta: ``[rows]`` fp32, the mean of the gradients of weights minus ``grad_lse``, if a later
+            kernel reads it.
+        history: ``[N, D]``; or ``[U, D]`` with gather indices.
+        bias: ``[N, H]``; with prior weights ``[N]`` fp32, the gradients of their logarithms.
+        tables: ``[programs, P + A, H]`` fp32; in ``one_warp`` ``[programs, P + A, count]``.
+        targets: ``[N]``, with gather indices: the index, if it occurs once, else -1. Gradients of
+            rows whose index occurs several times are left to ``row_gradients.py``.
     """
 
     query: Any

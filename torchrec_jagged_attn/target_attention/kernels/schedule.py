@@ -1,4 +1,8 @@
-"""How target attention is cut into programs: query rows into blocks, histories into chunks."""
+"""Work decomposition of target attention: query rows into blocks, histories into chunks.
+
+The partial result of a chunk of a long history, for one block of query rows, is a split: see
+``runtime/kernels/jagged.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +21,33 @@ __all__ = [
     "SAMPLES_OF_LIST",
     "SHARED",
     "find_work",
-    "list_slots",
-    "list_slots_kernel",
+    "gather_indices",
+    "list_splits",
+    "list_splits_kernel",
     "load_queries",
-    "numbers_of_rows",
     "query_rows",
     "rows_of_chunk",
-    "slot_rows",
+    "split_rows",
     "store_outputs",
     "store_queries",
 ]
 
-# How queries are laid out: one row block per sample, the same block for all samples, or jagged.
+# Layout of queries: one block of rows per sample, the same block for all samples, or jagged.
 DENSE, SHARED, JAGGED = (tl.constexpr(layout) for layout in range(3))
-SAMPLES_OF_LIST = 128  # whose slots a program lists
+SAMPLES_OF_LIST = 128  # samples whose splits a program lists
 
 
 class Work(NamedTuple):
-    """What a program of the general kernels does.
+    """The work of a program of the general kernels: a chunk of a history and a block of queries.
 
     Attributes:
-        busy: whether there is anything to do.
-        block: of the sample's query rows.
+        busy: whether there is such a chunk and block.
+        block: index of the block of the sample's query rows.
         begin: first history row of the chunk.
-        end: where the chunk's history rows end.
-        slot: of the chunk, -1 where the chunk is the whole sample.
+        end: end of the chunk's history rows.
+        split: of the chunk and block; -1 if the chunk is the whole sample.
         row: first query row of the sample.
-        count: query rows of the sample.
+        count: number of query rows of the sample.
     """
 
     busy: Any
@@ -51,14 +55,14 @@ class Work(NamedTuple):
     block: Any
     begin: Any
     end: Any
-    slot: Any
+    split: Any
     row: Any
     count: Any
 
 
 @triton.jit
 def query_rows(samples, sample, num_targets, C: tl.constexpr):
-    """First output row of ``sample``, and how many it has."""
+    """First output row of ``sample``, and the number of its query rows."""
     if C.LAYOUT == JAGGED:
         first = tl.load(samples.query_offsets + sample).to(tl.int64) * C.H
         count = tl.load(samples.query_offsets + sample + 1).to(tl.int64) * C.H - first
@@ -70,27 +74,27 @@ def query_rows(samples, sample, num_targets, C: tl.constexpr):
 
 @triton.jit
 def rows_of_chunk(length, chunks):
-    """How many rows each chunk has, a multiple of 16; the last ones may have fewer, or none."""
+    """Rows of each chunk, a multiple of 16; the last chunks may have fewer rows, or none."""
     rows = (length.to(tl.int32) + chunks.to(tl.int32) - 1) // chunks.to(tl.int32)
     return (rows + 15) // 16 * 16
 
 
 @triton.jit
 def find_work(
-    samples, num_samples, num_targets, num_slots, C: tl.constexpr, ALL_BLOCKS: tl.constexpr
+    samples, num_samples, num_targets, num_splits, C: tl.constexpr, ALL_BLOCKS: tl.constexpr
 ):
-    """What this program does: a chunk of a sample's history, for one block of its query rows.
+    """The :class:`Work` of this program.
 
-    The first ``num_slots`` programs take the later chunks, each its slot's; the others take the
-    first chunk of every sample and block. Where ALL_BLOCKS, a program serves all blocks of its
+    The first ``num_splits`` programs have one split each, but not those of first chunks; the others
+    have the first chunk of every sample and block. If ALL_BLOCKS, a program has all blocks of its
     sample, as if they were one.
     """
     program = tl.program_id(0).to(tl.int64)
-    later = program < num_slots
-    first = tl.maximum(program - num_slots, 0)
+    later = program < num_splits
+    first = tl.maximum(program - num_splits, 0)
     block = program * 0
     if later:
-        sample = find_sample(samples.offsets, num_samples, program, 1, C.SLOT, 0)
+        sample = find_sample(samples.offsets, num_samples, program, 1, C.SPLIT, 0)
     elif ALL_BLOCKS:
         sample = first
     elif C.LAYOUT == JAGGED:
@@ -104,22 +108,22 @@ def find_work(
     num_blocks = 1 if ALL_BLOCKS else tl.cdiv(count, C.BLOCK_R)
     begin = tl.load(samples.offsets + sample).to(tl.int64)
     length = tl.load(samples.offsets + sample + 1).to(tl.int64) - begin
-    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SLOT)
+    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SPLIT)
     chunk = program * 0
     if later:
-        after = (program - begin // C.SLOT).to(tl.int32)
-        chunk = (after // tl.maximum(num_blocks, 1).to(tl.int32)).to(tl.int64)
-        block = after - chunk * num_blocks
+        local = (program - begin // C.SPLIT).to(tl.int32)
+        chunk = (local // tl.maximum(num_blocks, 1).to(tl.int32)).to(tl.int64)
+        block = local - chunk * num_blocks
     busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
-    slot = tl.where(chunks > 1, begin // C.SLOT + chunk * num_blocks + block, -1)
+    split = tl.where(chunks > 1, begin // C.SPLIT + chunk * num_blocks + block, -1)
     rows = rows_of_chunk(length, chunks).to(tl.int64)
     end = tl.minimum((chunk + 1) * rows, length)
-    return Work(busy, sample, block, begin + chunk * rows, begin + end, slot, row, count)
+    return Work(busy, sample, block, begin + chunk * rows, begin + end, split, row, count)
 
 
 @triton.jit
-def numbers_of_rows(samples, n, visible):
-    """Which rows of the history stand at the places ``n`` (int64), of those that are visible."""
+def gather_indices(samples, n, visible):
+    """Indices of the history rows at the positions ``n`` (int64): ``n`` itself without indices."""
     rows = n
     if samples.indices is not None:
         rows = tl.load(samples.indices + n, mask=visible, other=0).to(tl.int64)
@@ -127,8 +131,8 @@ def numbers_of_rows(samples, n, visible):
 
 
 @triton.jit
-def slot_rows(num_targets, C: tl.constexpr):
-    """How many query rows a slot has room for."""
+def split_rows(num_targets, C: tl.constexpr):
+    """Query rows of a split."""
     rows = C.BLOCK_R if C.LAYOUT == JAGGED else num_targets * C.H
     return tl.minimum(rows, C.BLOCK_R).to(tl.int64)
 
@@ -142,9 +146,9 @@ def load_queries(ptr, first, r, count, d, D: tl.constexpr):
 
 @triton.jit
 def store_outputs(outputs, acc, maximum, total, num_rows, first, r, count, d, D: tl.constexpr):
-    """Store ``acc / total`` where :func:`load_queries` would load it, its residual and statistics.
+    """Store ``acc / total``, its residual, which is None if not requested, and statistics.
 
-    The residual is None if not requested: the output is of fp32, or there is no backward.
+    The residual is the rounding error of a half-precision output, for backward.
     """
     total_or_one = tl.where(total > 0, total, 1.0)[:, None]
     exact: tl.constexpr = outputs.out.dtype.element_ty == tl.float32
@@ -164,41 +168,41 @@ def store_queries(ptr, value, first, r, count, d, D: tl.constexpr):
 
 
 @triton.jit
-def list_slots(
-    slot_list, program, num_samples, num_slots, CHUNK: tl.constexpr, BLOCK_B: tl.constexpr
+def list_splits(
+    split_list, program, num_samples, num_splits, CHUNK: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """List the slots of BLOCK_B samples, by which ``warp_parts.find_listed_chunk`` finds chunks.
+    """List the splits of BLOCK_B samples, for ``warp_common.find_listed_chunk``.
 
-    A sample of CHUNK rows or more is cut into chunks of up to twice as many. Their slots are those
-    from ``offsets[b] // CHUNK`` on.
+    A sample of CHUNK rows or more has chunks of up to 2 · CHUNK rows. Their splits are those from
+    ``offsets[b] // CHUNK`` on.
     """
     sample = program.to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    there = sample < num_samples
-    first = tl.load(slot_list.offsets + sample, mask=there, other=0).to(tl.int64)
-    last = tl.load(slot_list.offsets + sample + 1, mask=there, other=0).to(tl.int64)
+    mask = sample < num_samples
+    first = tl.load(split_list.offsets + sample, mask=mask, other=0).to(tl.int64)
+    last = tl.load(split_list.offsets + sample + 1, mask=mask, other=0).to(tl.int64)
     length = (last - first).to(tl.int32)
     chunks = tl.where(length >= CHUNK, tl.cdiv(length, 2 * CHUNK), 0)
     begin = (first // CHUNK).to(tl.int32)
-    end = tl.where(sample == num_samples - 1, num_slots, (last // CHUNK).to(tl.int32))
+    end = tl.where(sample == num_samples - 1, num_splits, (last // CHUNK).to(tl.int32))
     for step in range(0, tl.max(end - begin), 8):
         chunk = step + tl.arange(0, 8)[None, :]
-        slot = begin[:, None] + chunk
-        own = slot < end[:, None]
-        has_it = tl.where(chunk < chunks[:, None], sample.to(tl.int32)[:, None], -1)
-        tl.store(slot_list.slots + slot, has_it, mask=own)
-        tl.store(slot_list.slots + num_slots + slot, 0, mask=own)
+        split = begin[:, None] + chunk
+        own = split < end[:, None]
+        listed = tl.where(chunk < chunks[:, None], sample.to(tl.int32)[:, None], -1)
+        tl.store(split_list.splits + split, listed, mask=own)
+        tl.store(split_list.splits + num_splits + split, 0, mask=own)
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_slots"])
-def list_slots_kernel(
-    slot_list,
+@triton.jit(do_not_specialize=["num_samples", "num_splits"])
+def list_splits_kernel(
+    split_list,
     num_samples,
-    num_slots,
+    num_splits,
     CHUNK: tl.constexpr,
     BLOCK_B: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """:func:`list_slots` of all samples."""
+    """:func:`list_splits` of all samples."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
-    list_slots(slot_list, tl.program_id(0), num_samples, num_slots, CHUNK, BLOCK_B)
+    list_splits(split_list, tl.program_id(0), num_samples, num_splits, CHUNK, BLOCK_B)

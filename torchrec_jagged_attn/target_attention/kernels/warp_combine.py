@@ -1,7 +1,7 @@
-"""Outputs and query gradients of a sample that was cut into chunks, from the sums of its chunks.
+"""Combine the splits of a sample: its outputs and query gradients.
 
-A counter tells the program that ends last. It reads the sums of all chunks of its sample, a few at
-a time, and adds them up in their order: the bits do not depend on which program is the last.
+An atomic counter identifies the last program of a sample. It reads the splits, a few at a time, and
+sums them in order, so that results do not depend on which program is last.
 
     outputs    Σ_c acc_c · e^(max_c - max) / Σ_c total_c · e^(max_c - max)
     queries    scale · Σ_c acc_c
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torchrec_jagged_attn.runtime.kernels.gluon import thread_barrier
-from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
+from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     exp,
     load_rows,
     row_layout,
@@ -33,29 +33,29 @@ __all__ = [
     "store_stats",
 ]
 
-AT_ONCE = gl.constexpr(4)  # chunks whose sums are loaded at a time
+AT_ONCE = gl.constexpr(4)  # splits loaded at a time
 
 
 @gluon.constexpr_function
 def _columns_at_once(rows, width, warps):
-    """How many columns of a chunk's sums, ``[rows, width]``, registers hold at a time."""
+    """Columns of a split, ``[rows, width]``, that fit in registers."""
     return min(width, (1024 if warps == 1 else 512 * warps) // rows)
 
 
 @gluon.jit
-def is_last_chunk(samples, num_slots, chunk):
-    """Whether the sample's other chunks have ended, and what they have stored is there to read.
+def is_last_chunk(samples, num_splits, chunk):
+    """Whether all other chunks of the sample have been stored.
 
-    Which one ends last differs from call to call: nothing of a result may depend on that.
+    This program may differ from call to call: results must not depend on it.
     """
-    thread_barrier()  # what any lane has stored is stored before lane 0 counts
-    counter_ptr = samples.slots + num_slots + chunk.first_slot
+    thread_barrier()  # the stores of all lanes precede the atomic of lane 0
+    counter_ptr = samples.splits + num_splits + chunk.first_split
     return gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == chunk.chunks - 1
 
 
 @gluon.jit
 def store_stats(outputs, num_rows, row, count, maximum, total):
-    """Store what backward computes weights from. Returns the inverse totals."""
+    """Store maxima and inverse totals for backward. Returns the latter."""
     inverse = gl.where(total > 0, gl.div_rn(1.0, gl.where(total > 0, total, 1.0)), 0.0)
     r = gl.arange(0, maximum.shape[0], maximum.type.layout)
     gl.store(outputs.stats + row + r, gl.where(total > 0, maximum, 0.0), mask=r < count)
@@ -65,23 +65,21 @@ def store_stats(outputs, num_rows, row, count, maximum, total):
 
 @gluon.jit
 def stats_of_one(total, chunk):
-    """``(maximum, total)`` of weights that nothing is divided by: with those of a sample's other
-    chunks, zero and one.
-    """
+    """``(maximum, total)`` of elementwise weights: over all chunks of a sample, zero and one."""
     begins = (chunk.begin == 0) & (chunk.end > 0)
     return total * 0.0, total * 0.0 + gl.where(begins, 1.0, 0.0)
 
 
 @gluon.jit
 def load_stats(outputs, num_rows, row, count, r):
-    """Maxima and inverse totals of the query rows ``r``, as :func:`store_stats` has stored them."""
+    """Maxima and inverse totals of the query rows ``r``, stored by :func:`store_stats`."""
     maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)
     return maximum, gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
 
 
 @gluon.jit
 def load_grad_lse(outputs, row, inverse, r):
-    """Gradients of log-sum-exps of the query rows ``r``, zero where nothing is seen; or None."""
+    """Gradients of log-sum-exps of the query rows ``r``, zero if no row is visible; or None."""
     grad_lse = None
     if outputs.grad_lse is not None:
         grad_lse = gl.load(outputs.grad_lse + row + r, mask=inverse != 0, other=0.0)
@@ -90,8 +88,8 @@ def load_grad_lse(outputs, row, inverse, r):
 
 @gluon.jit
 def store_delta(grads, delta, grad_lse, row, r, count, chunk):
-    """``delta`` of the query rows ``r`` minus ``grad_lse``, if there is one. Where the next kernel
-    needs it, it is stored, too; all chunks of a sample have the same.
+    """``delta`` of the query rows ``r`` minus ``grad_lse``, if there is one; the first chunk of a
+    sample stores it, if a later kernel reads it.
     """
     if grad_lse is not None:
         delta -= grad_lse
@@ -101,10 +99,10 @@ def store_delta(grads, delta, grad_lse, row, r, count, chunk):
 
 
 @gluon.jit
-def store_chunk_stats(sums, slot, count, maximum, total):
-    """Leave a chunk's largest scores and totals of weights in its slot."""
+def store_chunk_stats(sums, split, count, maximum, total):
+    """Store a split's largest scores and totals of weights."""
     r = gl.arange(0, maximum.shape[0], maximum.type.layout)
-    ptrs = sums.weights + slot.to(gl.int64) * 2 * count + r
+    ptrs = sums.weights + split.to(gl.int64) * 2 * count + r
     gl.store(ptrs, maximum, mask=r < count)
     gl.store(ptrs + count, total, mask=r < count)
 
@@ -120,7 +118,7 @@ def store_outputs(outputs, out, row, count, column: gl.constexpr, D: gl.constexp
 
 @gluon.jit
 def combine_outputs(sums, outputs, num_rows, row, count, chunk, C: gl.constexpr):
-    """Outputs and statistics of a chunk's sample, from the sums of its chunks in their order."""
+    """Outputs and statistics of a chunk's sample, from its splits."""
     COLUMNS: gl.constexpr = _columns_at_once(C.BLOCK_R, C.BLOCK_D, gl.num_warps())
     shape: gl.constexpr = [C.BLOCK_R, COLUMNS]
     layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
@@ -133,17 +131,17 @@ def combine_outputs(sums, outputs, num_rows, row, count, chunk, C: gl.constexpr)
         for at in range(0, chunk.chunks, AT_ONCE):
             loaded = ()
             for i in gl.static_range(AT_ONCE):
-                there = gl.where(at + i < chunk.chunks, count, 0)
-                slot = (chunk.first_slot + at + i).to(gl.int64)
-                ptrs = sums.weights + slot * 2 * count + r
-                of_acc = load_rows(sums.acc, slot * count, there, column, shape, layout, C.D)
-                of_chunk = gl.load(ptrs, mask=r < there, other=-float("inf"))
-                loaded += (of_acc, of_chunk, gl.load(ptrs + count, mask=r < there, other=0.0))
+                num_rows_i = gl.where(at + i < chunk.chunks, count, 0)
+                split = (chunk.first_split + at + i).to(gl.int64)
+                ptrs = sums.weights + split * 2 * count + r
+                of_acc = load_rows(sums.acc, split * count, num_rows_i, column, shape, layout, C.D)
+                of_chunk = gl.load(ptrs, mask=r < num_rows_i, other=-float("inf"))
+                loaded += (of_acc, of_chunk, gl.load(ptrs + count, mask=r < num_rows_i, other=0.0))
             for i in gl.static_range(AT_ONCE):
                 new_maximum = gl.maximum(maximum, loaded[3 * i + 1])
                 shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-                rescale = exp(maximum - shift, C.PARTS)
-                of_chunk = exp(loaded[3 * i + 1] - shift, C.PARTS)
+                rescale = exp(maximum - shift, C.COMPONENTS)
+                of_chunk = exp(loaded[3 * i + 1] - shift, C.COMPONENTS)
                 acc = acc * rescale[:, None] + loaded[3 * i] * of_chunk[:, None]
                 total = total * rescale + loaded[3 * i + 2] * of_chunk
                 maximum = new_maximum
@@ -153,7 +151,7 @@ def combine_outputs(sums, outputs, num_rows, row, count, chunk, C: gl.constexpr)
 
 @gluon.jit
 def combine_queries(sums, grads, row, count, chunk, scale, C: gl.constexpr):
-    """Gradients of the queries of a chunk's sample, from the sums of its chunks in their order."""
+    """Gradients of the queries of a chunk's sample, from its splits."""
     COLUMNS: gl.constexpr = _columns_at_once(C.BLOCK_R, C.BLOCK_D, gl.num_warps())
     layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
     shape: gl.constexpr = [C.BLOCK_R, COLUMNS]
@@ -162,9 +160,9 @@ def combine_queries(sums, grads, row, count, chunk, scale, C: gl.constexpr):
         for at in range(0, chunk.chunks, AT_ONCE):
             loaded = ()
             for i in gl.static_range(AT_ONCE):
-                there = gl.where(at + i < chunk.chunks, count, 0)
-                first = (chunk.first_slot + at + i).to(gl.int64) * count
-                loaded += (load_rows(sums.acc, first, there, column, shape, layout, C.D),)
+                num_rows = gl.where(at + i < chunk.chunks, count, 0)
+                first = (chunk.first_split + at + i).to(gl.int64) * count
+                loaded += (load_rows(sums.acc, first, num_rows, column, shape, layout, C.D),)
             for i in gl.static_range(AT_ONCE):
                 acc += loaded[i]
         store_rows(grads.query, acc * scale, row, count, column, C.D)

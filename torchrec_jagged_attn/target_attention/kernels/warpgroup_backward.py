@@ -1,9 +1,10 @@
 """Backward of target attention by a warpgroup, on Hopper: 9 to 64 query rows in half precision.
 
 Weights and gradients of scores are ``[rows, queries]``, with history rows on the M side, as in
-``warpgroup_forward.py``. From registers they make the gradients of history rows. By way of shared
-memory they make those of queries, ``[width, queries]``, and of tables, ``[buckets, queries]``.
-History rows are read once and their gradients written once: 2·N·D·e bytes, 10·N·R·D FLOPs.
+``warpgroup_forward.py``. In registers, they are operands of the gradients of history rows; in
+shared memory, of the gradients of queries, ``[width, queries]``, and of tables, ``[buckets,
+queries]``. History rows are read once and their gradients written once: 2·N·D·e bytes, 10·N·R·D
+FLOPs.
 
 The last program of a sample combines its chunks: see ``warp_combine.py``.
 """
@@ -30,21 +31,21 @@ from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     load_stats,
     store_delta,
 )
-from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
+from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     LN2,
     LOG2E,
+    decompose,
     drop_weights,
     find_listed_chunk,
     load_rows,
     query_draws,
     row_buckets,
     row_layout,
-    row_numbers,
+    row_positions,
     score_gradients,
-    split,
     weights_and_slopes,
 )
-from torchrec_jagged_attn.target_attention.kernels.warpgroup_parts import (
+from torchrec_jagged_attn.target_attention.kernels.warpgroup_common import (
     PROGRAMS,
     add_biases,
     copy_next,
@@ -58,21 +59,21 @@ from torchrec_jagged_attn.target_attention.kernels.warpgroup_parts import (
 __all__ = ["BUCKETS", "backward_kernel"]
 
 BUCKETS = gl.constexpr(64)  # of a table, at most
-COLUMNS = gl.constexpr(64)  # of gradients of history rows that are computed at a time
-PARTS = gl.constexpr(2)  # of bf16: gradients of scores that are added to a table
+COLUMNS = gl.constexpr(64)  # of the gradient of history rows computed at a time
+COMPONENTS = gl.constexpr(2)  # of gradients of scores, in gradients of tables
 
 
 @gluon.jit
-def _add_to_table(table, buckets, parts):
-    """Add gradients of scores, in ``parts`` ``[PARTS, rows, queries]``, to their buckets."""
+def _add_to_table(table, buckets, components):
+    """Add gradients of scores, ``components`` ``[COMPONENTS, rows, queries]``, to their buckets."""
     mma: gl.constexpr = table.type.layout
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b = gl.arange(0, BUCKETS, gl.SliceLayout(1, left))[:, None]
     buckets = gl.convert_layout(buckets, gl.SliceLayout(0, left))[None, :]
-    choice = (buckets == b).to(gl.int16).to(gl.bfloat16)
-    for part in gl.static_range(PARTS):
-        table = warpgroup_mma(choice, parts.index(PARTS - 1 - part), table, is_async=True)
-    table, choice = warpgroup_mma_wait(0, deps=(table, choice))
+    one_hot = (buckets == b).to(gl.int16).to(gl.bfloat16)
+    for i in gl.static_range(COMPONENTS):
+        table = warpgroup_mma(one_hot, components.index(COMPONENTS - 1 - i), table, is_async=True)
+    table, one_hot = warpgroup_mma_wait(0, deps=(table, one_hot))
     return table
 
 
@@ -87,7 +88,7 @@ def _store_table(table, ptr, COUNT: gl.constexpr, H: gl.constexpr):
         gl.store(ptr + (b * H + head), of_head, mask=b < COUNT)
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -101,7 +102,7 @@ def backward_kernel(
     num_samples,
     num_targets,
     num_rows,
-    num_slots,
+    num_splits,
     scale,
     C: gl.constexpr,  # Constants
 ):
@@ -111,8 +112,8 @@ def backward_kernel(
     left: gl.constexpr = gl.DotOperandLayout(0, of_columns, 2)
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    chunk = find_listed_chunk(samples, num_samples, num_slots, C, PROGRAMS)
-    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    chunk = find_listed_chunk(samples, num_samples, num_splits, C, PROGRAMS)
+    begin, end, split = chunk.begin, chunk.end, chunk.split
     if chunk.busy:
         if grads.bias is not None:
             grad_bias_ptr = grads.bias + chunk.first
@@ -127,8 +128,8 @@ def backward_kernel(
             dtype, grad_history_desc.block_type.shape, grad_history_desc.layout
         )
         if C.P + C.A > 0:
-            parts = gl.allocate_shared_memory(
-                gl.bfloat16, [PARTS, C.BLOCK_N, C.BLOCK_R], warpgroup_layout(C.BLOCK_R)
+            components = gl.allocate_shared_memory(
+                gl.bfloat16, [COMPONENTS, C.BLOCK_N, C.BLOCK_R], warpgroup_layout(C.BLOCK_R)
             )
         of_scores = gl.allocate_shared_memory(
             dtype, [C.BLOCK_N, C.BLOCK_R], warpgroup_layout(C.BLOCK_R)
@@ -146,7 +147,7 @@ def backward_kernel(
         delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
         shift = (maximum * LOG2E - gl.log2(inverse))[None, :]  # weights beyond count are zero
         draws = query_draws(biases.dropout, row + r)[None, :]
-        alone = (end - begin == 1) & (slot < 0)
+        alone = (end - begin == 1) & (split < 0)
 
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, mma))
         zeros = gl.zeros([C.BLOCK_N, C.BLOCK_R], gl.float32, mma)
@@ -167,7 +168,7 @@ def backward_kernel(
             n = start + index
             visible = (n < end)[:, None]
             scores = add_biases(dots * (scale * LOG2E), biases, start, chunk, count, C)
-            numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
+            numbers = row_positions(biases, chunk.first + n, n < end)[:, None]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = gl.where(visible, gl.exp2(scores - shift), 0.0)
@@ -180,17 +181,17 @@ def backward_kernel(
             if grads.bias is not None:
                 gl.store(grad_bias_ptr + n, gl.sum(ds, 1), mask=n < end)
             if C.P + C.A > 0:
-                of_parts = split(ds, PARTS)
-                for part in gl.static_range(PARTS):
-                    parts.index(part).store(of_parts[part])
+                of_components = decompose(ds, COMPONENTS)
+                for i in gl.static_range(COMPONENTS):
+                    components.index(i).store(of_components[i])
             fence_async_shared()
             acc = warpgroup_mma(x.permute((1, 0)), of_scores, acc, is_async=True)
             if C.P + C.A > 0:
                 of_position, of_age = row_buckets(n, biases, chunk, C)
                 if C.P > 0:
-                    position_table = _add_to_table(position_table, of_position, parts)
+                    position_table = _add_to_table(position_table, of_position, components)
                 if C.A > 0:
-                    age_table = _add_to_table(age_table, of_age, parts)
+                    age_table = _add_to_table(age_table, of_age, components)
             p = drop_weights(p, biases.dropout, draws, numbers)
             weights = gl.convert_layout(p.to(dtype), left)
             of_dots = gl.convert_layout((ds * scale).to(dtype), left)
@@ -210,11 +211,11 @@ def backward_kernel(
             copy_out(grad_history_desc, last, end - start, 0, of_tile)
         tma.store_wait(0)
 
-        if slot >= 0:
+        if split >= 0:
             column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]
-            ptrs = sums.acc + slot.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
+            ptrs = sums.acc + split.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
             gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < C.D))
-            if is_last_chunk(samples, num_slots, chunk):
+            if is_last_chunk(samples, num_splits, chunk):
                 combine_queries(sums, grads, row, count, chunk, scale, C)
         elif C.LAYOUT == SHARED:
             column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]

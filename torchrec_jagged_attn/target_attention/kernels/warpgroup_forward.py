@@ -3,9 +3,9 @@
 History rows are on the M side of ``wgmma`` products: for scores, ``[rows, queries]``, and,
 transposed, for outputs, ``[width, queries]``. They are read once: N·D·e bytes, 4·N·R·D FLOPs.
 
-The softmax is online, but the shift that is taken off scores follows their maximum only where that
-rises far above it: the warps need not agree on it in each tile. The last program of a sample
-combines its chunks: see ``warp_combine.py``.
+The softmax is online, but scores are rescaled only if their maximum rises by more than MARGIN above
+the shift that is subtracted, so that warps rarely have to agree on a new one. The last program of a
+sample combines its chunks: see ``warp_combine.py``.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     store_chunk_stats,
     store_stats,
 )
-from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
+from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     LN2,
     LOG2E,
     drop_weights,
     find_listed_chunk,
     query_draws,
-    row_numbers,
+    row_positions,
     weights_and_slopes,
 )
-from torchrec_jagged_attn.target_attention.kernels.warpgroup_parts import (
+from torchrec_jagged_attn.target_attention.kernels.warpgroup_common import (
     PROGRAMS,
     add_biases,
     copy_next,
@@ -50,19 +50,19 @@ from torchrec_jagged_attn.target_attention.kernels.warpgroup_parts import (
 
 __all__ = ["forward_kernel"]
 
-MARGIN = gl.constexpr(10.0)  # how far scores may be above their shift, in base 2
+MARGIN = gl.constexpr(10.0)  # of scores above their shift, in base 2
 LOWEST = gl.constexpr(-3e38)
 
 
 @gluon.jit
 def _raise_shift(scores, shift, total, acc):
-    """Make the largest scores so far the shift, also of the weights that are summed up."""
+    """Make the largest scores so far the shift, and rescale ``total`` and ``acc``."""
     largest = gl.maximum(shift, gl.max(scores, 0))
     rescale = gl.exp2(shift - largest)[None, :]
     return largest, total * rescale, acc * rescale
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_slots"])
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def forward_kernel(
     query_ptr,  # [rows, D]
     biases,  # arguments.Biases
@@ -73,7 +73,7 @@ def forward_kernel(
     num_samples,
     num_targets,
     num_rows,
-    num_slots,
+    num_splits,
     scale,
     C: gl.constexpr,  # Constants
 ):
@@ -81,8 +81,8 @@ def forward_kernel(
     mma: gl.constexpr = products_by_warpgroup(C.BLOCK_R, gl.num_warps())
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    chunk = find_listed_chunk(samples, num_samples, num_slots, C, PROGRAMS)
-    begin, end, slot = chunk.begin, chunk.end, chunk.slot
+    chunk = find_listed_chunk(samples, num_samples, num_splits, C, PROGRAMS)
+    begin, end, split = chunk.begin, chunk.end, chunk.split
     if chunk.busy:
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
@@ -103,7 +103,7 @@ def forward_kernel(
         draws = query_draws(biases.dropout, row + r)[None, :]
         zeros = gl.zeros([C.BLOCK_N, C.BLOCK_R], gl.float32, mma)
         acc = gl.zeros([C.BLOCK_D, C.BLOCK_R], gl.float32, mma)
-        total = zeros  # each row's own: summed up once
+        total = zeros  # by row, summed after the loop
         shift = gl.full([C.BLOCK_R], LOWEST, gl.float32, by_query)
         async_copy.wait_group(0)
         fence_async_shared()
@@ -117,7 +117,7 @@ def forward_kernel(
             visible = (n < end)[:, None]
             scores = add_biases(dots * (scale * LOG2E), biases, start, chunk, count, C)
             scores = gl.where(visible, scores, -float("inf"))
-            numbers = row_numbers(biases, chunk.first + n, n < end)[:, None]
+            numbers = row_positions(biases, chunk.first + n, n < end)[:, None]
             if C.SCORE == "softmax":
                 below = scores - shift[None, :]
                 p = gl.exp2(below)
@@ -145,12 +145,12 @@ def forward_kernel(
         maximum = shift / LOG2E
         if C.SCORE != "softmax":
             maximum, total = stats_of_one(total, chunk)
-        if slot >= 0:
+        if split >= 0:
             column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]
-            ptrs = sums.acc + slot.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
+            ptrs = sums.acc + split.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
             gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < C.D))
-            store_chunk_stats(sums, slot, count, maximum, total)
-            if is_last_chunk(samples, num_slots, chunk):
+            store_chunk_stats(sums, split, count, maximum, total)
+            if is_last_chunk(samples, num_splits, chunk):
                 combine_outputs(sums, outputs, num_rows, row, count, chunk, C)
         else:
             inverse = store_stats(outputs, num_rows, row, count, maximum, total)

@@ -1,10 +1,9 @@
-"""What the kernels of target attention for a warpgroup (four warps) share, on Hopper.
+"""Helpers of the Gluon kernels of target attention with a warpgroup (four warps), on Hopper.
 
-``wgmma`` products read their operands from shared memory themselves. Their M side takes at least 64
-rows: those of history, or its columns. Query rows are on the N side, in multiples of eight.
+``wgmma`` products read operands from shared memory. Their M side has 64 rows or more: history rows,
+or columns of history. Query rows are on the N side, in multiples of eight.
 
-The tensor memory accelerator copies tiles of rows, and knows where a sample ends: rows beyond are
-zeros and are never read, and none beyond is written.
+The tensor memory accelerator copies boxes that end with their sample: see ``tma.jagged_rows``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torchrec_jagged_attn.runtime.kernels.gluon import thread_barrier
 from torchrec_jagged_attn.runtime.kernels.tma import copy_in, read
-from torchrec_jagged_attn.target_attention.kernels.warp_parts import (
+from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     LOG2E,
     load_bias,
     row_buckets,
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 
-PROGRAMS = gl.constexpr(256)  # that begin while slots are listed
+PROGRAMS = gl.constexpr(256)  # that run while splits are listed
 
 
 @gluon.constexpr_function
@@ -47,8 +46,8 @@ def warpgroup_layout(width):
 
 
 class HistoryRing(NamedTuple):
-    """A ring of ``tma.py`` whose readers meet before a tile is copied where another was: it has no
-    barrier for what is empty.
+    """A ring as in ``tma.py``, without ``empty`` barriers: all warps synchronize before a stage is
+    reused.
     """
 
     full: Any
@@ -57,14 +56,14 @@ class HistoryRing(NamedTuple):
 
 @gluon.jit
 def _expect(ring, n, desc, remaining):
-    """Say that the ``n``-th tile will be copied, if there are rows in it."""
+    """Expect the bytes of the ``n``-th tile, if it has rows."""
     full = ring.full.index(n % ring.full.shape[0])
     mbarrier.expect(full, desc.block_type.nbytes, pred=remaining > 0)
 
 
 @gluon.jit
 def _copy(ring, n, desc, last, remaining):
-    """Begin to copy the ``n``-th tile, if there are rows in it."""
+    """Start to copy the ``n``-th tile, if it has rows."""
     stage = n % ring.full.shape[0]
     full, tile = ring.full.index(stage), ring.tiles.index(stage)
     copy_in(desc, last, remaining, 0, full, tile, remaining > 0)
@@ -72,9 +71,9 @@ def _copy(ring, n, desc, last, remaining):
 
 @gluon.jit
 def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
-    """Room for NUM_STAGES tiles; all but the last are on their way to it.
+    """A ring of NUM_STAGES tiles; copies of all but the last are started.
 
-    The first one begins ``remaining`` rows before row ``last``, the chunk's end.
+    The first tile begins ``remaining`` rows before row ``last``, the chunk's end.
     """
     shape: gl.constexpr = [NUM_STAGES] + desc.block_type.shape  # noqa: RUF005  (no star)
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
@@ -90,7 +89,7 @@ def open_ring(desc, last, remaining, NUM_STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_for_tile(ring, n, desc, remaining):
-    """The ``n``-th tile, once it is there; it begins ``remaining`` rows before the chunk's end."""
+    """The ``n``-th tile, once it has arrived, ``remaining`` rows before the chunk's end."""
     ahead: gl.constexpr = ring.full.shape[0] - 1
     tile = read(ring, n)
     _expect(ring, n + ahead, desc, remaining - ahead * tile.shape[0])
@@ -99,10 +98,7 @@ def wait_for_tile(ring, n, desc, remaining):
 
 @gluon.jit
 def copy_next(ring, n, desc, last, remaining):
-    """Begin to copy what comes after the tiles on their way, where the one before the ``n``-th was.
-
-    All warps have read that one.
-    """
+    """Start to copy the next tile to the stage of tile ``n - 1``, once all warps have read that."""
     thread_barrier()
     ahead: gl.constexpr = ring.full.shape[0] - 1
     _copy(ring, n + ahead, desc, last, remaining - ahead * ring.tiles.shape[3])
@@ -110,7 +106,7 @@ def copy_next(ring, n, desc, last, remaining):
 
 @gluon.jit
 def _query_elements(tile, count, D: gl.constexpr):
-    """Where the rows of ``tile`` are from the first one of ``count``, and which there are."""
+    """Offsets of the elements of ``tile`` in rows of width ``D``, and the mask of ``count``."""
     layout: gl.constexpr = row_layout(tile.shape[1], tile.dtype, gl.num_warps())
     r = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -119,8 +115,8 @@ def _query_elements(tile, count, D: gl.constexpr):
 
 @gluon.jit
 def copy_queries(ptr, count, C: gl.constexpr):
-    """``[BLOCK_R, BLOCK_D]`` in shared memory; begins to copy ``count`` rows from ``ptr`` on to it,
-    and zeros around them.
+    """``[BLOCK_R, BLOCK_D]`` in shared memory; starts to copy ``count`` rows from ``ptr`` on to it,
+    padded with zeros.
     """
     shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
     tile = gl.allocate_shared_memory(ptr.dtype.element_ty, shape, warpgroup_layout(C.BLOCK_D))
@@ -131,7 +127,7 @@ def copy_queries(ptr, count, C: gl.constexpr):
 
 @gluon.jit
 def store_transposed(ptr, value, tile, count, D: gl.constexpr):
-    """Store the columns of ``value`` as ``count`` rows from ``ptr`` on, by way of ``tile``."""
+    """Store the columns of ``value`` as ``count`` rows from ``ptr`` on, through ``tile``."""
     elements, there = _query_elements(tile, count, D)
     tile.permute((1, 0)).store(value)
     layout: gl.constexpr = row_layout(tile.shape[1], tile.dtype, gl.num_warps())
@@ -140,19 +136,21 @@ def store_transposed(ptr, value, tile, count, D: gl.constexpr):
 
 @gluon.jit
 def add_biases(scores, biases, start, chunk, count, C: gl.constexpr):
-    """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, plus their biases,
-    if there are any.
+    """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, plus all biases.
 
-    A lane has columns eight apart: where heads come again by then, it loads those of one of them.
+    The columns of a lane are eight apart. If the number of heads divides eight, they are of one
+    head, whose bias the lane loads once.
     """
     BY_ROW: gl.constexpr = (biases.bias is not None) or (biases.row_dropout is not None)
     if BY_ROW or C.P + C.A > 0:
-        APART: gl.constexpr = 8 if 8 % C.H == 0 else C.BLOCK_R
-        apart = gl.reshape(scores, [C.BLOCK_N, C.BLOCK_R // APART, APART])
-        layout: gl.constexpr = gl.SliceLayout(1, apart.type.layout)
+        PERIOD: gl.constexpr = 8 if 8 % C.H == 0 else C.BLOCK_R
+        by_period = gl.reshape(scores, [C.BLOCK_N, C.BLOCK_R // PERIOD, PERIOD])
+        layout: gl.constexpr = gl.SliceLayout(1, by_period.type.layout)
         n = start + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
-        r = gl.arange(0, APART, gl.SliceLayout(0, layout))
+        r = gl.arange(0, PERIOD, gl.SliceLayout(0, layout))
         bias = load_bias(biases, row_buckets(n, biases, chunk, C), n, r, chunk, count, C, ROWS=0)
-        apart += gl.expand_dims(bias * LOG2E, 1)
-        scores = gl.convert_layout(gl.reshape(apart, [C.BLOCK_N, C.BLOCK_R]), scores.type.layout)
+        by_period += gl.expand_dims(bias * LOG2E, 1)
+        scores = gl.convert_layout(
+            gl.reshape(by_period, [C.BLOCK_N, C.BLOCK_R]), scores.type.layout
+        )
     return scores

@@ -1,17 +1,16 @@
-"""What the Gluon kernels of the paths ``one_warp`` and ``few_warps`` share.
+"""Helpers of the Gluon kernels ``one_warp`` and ``few_warps``.
 
-They serve samples of up to 64 query rows whose history rows begin at multiples of 16 bytes, or are
-packed in codes. Tiles of rows arrive in shared memory by asynchronous copies while earlier ones
-are computed; those of codes are made of bytes that were loaded before. Each warp has products of
-its own on tensor cores (``m16n8``), so that warps rarely wait for each other:
+These support up to 64 query rows per sample, and history rows at multiples of 16 bytes or packed
+codes. Tiles of rows are copied to shared memory asynchronously, a few stages ahead; those of codes
+are unpacked from bytes that were loaded ahead. Products are ``mma`` (``m16n8``) of single warps, so
+that warps rarely synchronize:
 
     up to 8 query rows     history rows on the M side, query rows on the N side, in one warp
-    up to 64               16 query rows to a warp on the M side, history rows on the N side
+    up to 64               16 query rows per warp on the M side, history rows on the N side
 
-Triton neither keeps a tile in one place for products along both of its sides nor knows so narrow an
-N side.
+Triton supports neither such a narrow N side nor products along both sides of a tile without a copy.
 
-Tensor cores multiply fp32 as sums of bf16 (PARTS): three hold it whole, two hold 16 of its bits.
+fp32 is multiplied as a sum of bf16 COMPONENTS: three are exact, two keep 16 bits of the mantissa.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torchrec_jagged_attn.runtime.kernels import softmax as softmax_in_triton
 from torchrec_jagged_attn.runtime.kernels.gluon import products_by_warp, wait_for_last_kernel
 from torchrec_jagged_attn.runtime.kernels.softmax import LN2, LOG2E, LOG2E_LOW
 from torchrec_jagged_attn.target_attention.kernels import schedule
-from torchrec_jagged_attn.target_attention.kernels.code_parts import bytes_of_tile, store_codes
+from torchrec_jagged_attn.target_attention.kernels.warp_codes import bytes_of_tile, store_codes
 
 __all__ = [
     "BLOCK_R",
@@ -37,10 +36,11 @@ __all__ = [
     "MMA",
     "RIGHT",
     "Chunk",
-    "allocate_parts",
+    "allocate_components",
     "blocks_of",
     "columns_at_once",
     "copy_next",
+    "decompose",
     "drop_weights",
     "exp",
     "find_chunk",
@@ -48,25 +48,24 @@ __all__ = [
     "indices_to_store",
     "load_bias",
     "load_columns",
-    "load_parts",
+    "load_components",
     "load_rows",
     "load_targets",
     "next_indices",
     "open_ring",
-    "parts_of_rows",
     "product",
     "program_of_sample",
     "query_draws",
     "ring_layout",
     "row_buckets",
+    "row_components",
     "row_layout",
-    "row_numbers",
+    "row_positions",
     "rows_of_sample",
     "score_gradients",
-    "split",
+    "store_components",
     "store_grad_of_bias",
     "store_grad_of_history",
-    "store_parts",
     "store_rows",
     "weights_and_slopes",
     "zeros_by_column",
@@ -78,11 +77,11 @@ MMA = gl.constexpr(products_by_warp.fn(1))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
-PROGRAMS = gl.constexpr(1024)  # of one warp, about as many as a GPU has at a time
+PROGRAMS = gl.constexpr(1024)  # of one warp that a GPU runs at a time, about
 
 age_bucket = gluon.jit(in_triton.age_bucket.fn)
 recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
-row_numbers = gluon.jit(in_triton.row_numbers.fn)
+row_positions = gluon.jit(in_triton.row_positions.fn)
 is_dropped = gluon.jit(dropout_in_triton.is_dropped.fn)
 query_draws = gluon.jit(dropout_in_triton.query_draws.fn)
 drop_weights = gluon.jit(dropout_in_triton.drop_weights.fn)
@@ -93,14 +92,14 @@ rows_of_chunk = gluon.jit(schedule.rows_of_chunk.fn)
 
 @gluon.constexpr_function
 def probe_layout(warps):
-    """32 numbers over the lanes of a warp, the same in all."""
+    """32 elements, one per lane, the same in all warps."""
     lanes = [[1], [2], [4], [8], [16]]
     return gl.DistributedLinearLayout([], lanes, [[0]] * (warps.bit_length() - 1), [], [32])
 
 
 @gluon.constexpr_function
 def row_layout(width, dtype, warps=1):
-    """Lanes along rows of ``width`` elements, 16 bytes each."""
+    """Rows of ``width`` elements, 16 bytes per lane."""
     elements = 128 // dtype.primitive_bitwidth
     lanes = min(32, width // elements)
     return gl.BlockedLayout([1, elements], [32 // lanes, lanes], [warps, 1], [1, 0])
@@ -108,28 +107,28 @@ def row_layout(width, dtype, warps=1):
 
 @gluon.constexpr_function
 def ring_layout(width, dtype):
-    """Tiles in shared memory, so that reads along either side meet few banks twice."""
-    rows = max(1, 1024 // (dtype.primitive_bitwidth * width))  # in 128 bytes, one of each bank
+    """Swizzled tiles in shared memory, with few bank conflicts along either side."""
+    rows = max(1, 1024 // (dtype.primitive_bitwidth * width))  # in 128 bytes: all banks
     return gl.SwizzledSharedLayout(8, rows, min(8, width // 8), [1, 0])
 
 
 @gluon.jit
-def split(x, PARTS: gl.constexpr):
-    """``x`` as a sum of PARTS in bf16, the largest first; where it is one, ``x`` as it is.
+def decompose(x, COMPONENTS: gl.constexpr):
+    """``x`` as a sum of bf16 COMPONENTS, the largest first; ``x`` itself if that is 1.
 
-    The second of three is rounded. So the last ones, whose products are left out, are small, and
-    have either sign.
+    The first is truncated, the second of three rounded. So the last ones, whose products are left
+    out, are small and of either sign.
     """
-    parts = ()
-    for part in gl.static_range(PARTS - 1):
+    components = ()
+    for i in gl.static_range(COMPONENTS - 1):
         bits = x.to(gl.int32, bitcast=True)
-        if part > 0:
+        if i > 0:
             bits += 32768
         upper = (bits & -65536).to(gl.float32, bitcast=True)
-        parts += (upper.to(gl.bfloat16),)
+        components += (upper.to(gl.bfloat16),)
         x -= upper
-    parts += (x if PARTS == 1 else x.to(gl.bfloat16),)
-    return parts
+    components += (x if COMPONENTS == 1 else x.to(gl.bfloat16),)
+    return components
 
 
 @gluon.constexpr_function
@@ -139,22 +138,22 @@ def blocks_of(buckets):
 
 
 @gluon.constexpr_function
-def parts_of_rows(C):
-    """In how many parts history rows are multiplied: codes are bf16, exactly."""
-    return 1 if C.LEVELS > 0 else C.PARTS
+def row_components(C):
+    """Components of history rows: codes are exact in bf16."""
+    return 1 if C.LEVELS > 0 else C.COMPONENTS
 
 
 @gluon.constexpr_function
 def columns_at_once(C):
-    """How many columns of a tile registers hold at a time; those of codes have one part."""
-    if C.PARTS == 1:
+    """Columns of a tile that fit in registers at a time; codes have one component."""
+    if C.COMPONENTS == 1:
         return C.BLOCK_D
     return min(C.BLOCK_D, (2048 if C.LEVELS > 0 else 1024) // C.BLOCK_N)
 
 
 @gluon.jit
 def zeros_by_column(shape: gl.constexpr, layout: gl.constexpr, C: gl.constexpr):
-    """Zeros of ``shape`` for each of the :func:`columns_at_once` of a tile."""
+    """A tuple of zeros of ``shape``, one for each block of :func:`columns_at_once`."""
     zeros = ()
     for _ in gl.static_range(0, C.BLOCK_D, columns_at_once(C)):
         zeros += (gl.zeros(shape, gl.float32, layout),)
@@ -162,95 +161,95 @@ def zeros_by_column(shape: gl.constexpr, layout: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def allocate_parts(
-    dtype: gl.constexpr, PARTS: gl.constexpr, rows: gl.constexpr, width: gl.constexpr
+def allocate_components(
+    dtype: gl.constexpr, COMPONENTS: gl.constexpr, rows: gl.constexpr, width: gl.constexpr
 ):
-    """Shared memory for operands in PARTS, ``[PARTS, rows, width]``: see :func:`store_parts`."""
-    shape: gl.constexpr = [PARTS, rows, width]
+    """Shared memory ``[COMPONENTS, rows, width]`` for :func:`store_components`."""
+    shape: gl.constexpr = [COMPONENTS, rows, width]
     return gl.allocate_shared_memory(dtype, shape, ring_layout(width, dtype))
 
 
 @gluon.jit
-def store_parts(operands, first: gl.constexpr, parts, TRANSPOSED: gl.constexpr):
-    """Store ``parts`` as rows of ``operands`` (``[PARTS, rows, D]`` in shared memory)."""
-    PARTS: gl.constexpr = operands.shape[0]
-    for part in gl.static_range(PARTS):
-        rows = operands.index(part)
+def store_components(operands, first: gl.constexpr, components, TRANSPOSED: gl.constexpr):
+    """Store ``components`` as rows of ``operands`` (``[COMPONENTS, rows, D]`` in shared memory)."""
+    COMPONENTS: gl.constexpr = operands.shape[0]
+    for i in gl.static_range(COMPONENTS):
+        rows = operands.index(i)
         if TRANSPOSED:
-            rows.slice(first, parts[part].shape[1]).permute((1, 0)).store(parts[part])
+            rows.slice(first, components[i].shape[1]).permute((1, 0)).store(components[i])
         else:
-            rows.slice(first, parts[part].shape[0]).store(parts[part])
+            rows.slice(first, components[i].shape[0]).store(components[i])
 
 
 @gluon.jit
-def load_parts(
+def load_components(
     operands,
     rows: gl.constexpr,
     columns: gl.constexpr,
     layout: gl.constexpr,
     TRANSPOSED: gl.constexpr,
 ):
-    """``rows`` and ``columns``, each begin and count, of what :func:`store_parts` has stored."""
-    PARTS: gl.constexpr = operands.shape[0]
-    parts = ()
-    for part in gl.static_range(PARTS):
-        piece = operands.index(part).slice(rows[0], rows[1]).slice(columns[0], columns[1], 1)
+    """Load ``rows`` and ``columns``, ``(begin, count)`` each, of all components of ``operands``."""
+    COMPONENTS: gl.constexpr = operands.shape[0]
+    components = ()
+    for i in gl.static_range(COMPONENTS):
+        piece = operands.index(i).slice(rows[0], rows[1]).slice(columns[0], columns[1], 1)
         if TRANSPOSED:
             piece = piece.permute((1, 0))
-        parts += (piece.load(layout),)
-    return parts
+        components += (piece.load(layout),)
+    return components
 
 
 @gluon.jit
-def product(a, b, acc, PARTS: gl.constexpr, APART: gl.constexpr = False):
-    """``acc + a · b`` of operands in PARTS, but for what is smaller than their last ones; one of
-    them may be whole in one.
+def product(a, b, acc, COMPONENTS: gl.constexpr, SEPARATE: gl.constexpr = False):
+    """``acc + a · b`` of operands in COMPONENTS, without the smallest products; one operand may
+    have a single component.
 
-    Tensor cores cut sums short where fp32 is rounded: so those of parts begin anew, the smallest
-    first. Where there are few of them, APART, they do not wait for each other.
+    Tensor cores truncate sums, so that products are summed from zero, the smallest first, and then
+    added to ``acc``. If SEPARATE, they do not depend on each other, for lower latency.
     """
-    if PARTS == 1:
+    if COMPONENTS == 1:
         acc = mma_v2(a[0], b[0], acc)
     else:
         shape: gl.constexpr = acc.shape
         layout: gl.constexpr = acc.type.layout
         zeros = gl.zeros(shape, gl.float32, layout)
         total = zeros
-        for below in gl.static_range(PARTS):
-            for part in gl.static_range(min(len(a), PARTS - below)):
-                if PARTS - 1 - below - part < len(b):
-                    other = b[PARTS - 1 - below - part]
-                    if APART:
-                        total += mma_v2(a[part], other, zeros)
+        for below in gl.static_range(COMPONENTS):
+            for i in gl.static_range(min(len(a), COMPONENTS - below)):
+                if COMPONENTS - 1 - below - i < len(b):
+                    other = b[COMPONENTS - 1 - below - i]
+                    if SEPARATE:
+                        total += mma_v2(a[i], other, zeros)
                     else:
-                        total = mma_v2(a[part], other, total)
+                        total = mma_v2(a[i], other, total)
         acc += total
     return acc
 
 
 @gluon.jit
-def exp(x, PARTS: gl.constexpr):
-    """``e^x``, exact to fp32 where operands are in PARTS."""
+def exp(x, COMPONENTS: gl.constexpr):
+    """``e^x``; to fp32 accuracy if there are several COMPONENTS."""
     y = x * LOG2E
     power = gl.exp2(y)
-    if PARTS > 1:
+    if COMPONENTS > 1:
         low = gl.fma(x, LOG2E, -y) + x * LOG2E_LOW
         power = gl.where(power > 0, power + power * (low * LN2), power)
     return power
 
 
 class Chunk(NamedTuple):
-    """What a program does: all query rows of a sample over one chunk of its history.
+    """The work of a program: all query rows of a sample over one chunk of its history.
 
     Attributes:
-        busy: whether there is anything to do.
+        busy: whether there is such a chunk.
         first: first history row of the sample.
-        length: history rows of the sample.
+        length: number of history rows of the sample.
         begin: first row of the chunk, within the sample.
-        end: where the chunk ends, within the sample.
-        slot: of the chunk, -1 where the chunk is the whole sample.
-        first_slot: of the sample's chunks.
-        chunks: how many the sample has.
+        end: end of the chunk, within the sample.
+        split: of the chunk; -1 if the chunk is the whole sample.
+        first_split: of the sample's first chunk.
+        chunks: number of chunks of the sample.
     """
 
     busy: Any
@@ -259,62 +258,62 @@ class Chunk(NamedTuple):
     length: Any
     begin: Any
     end: Any
-    slot: Any
-    first_slot: Any
+    split: Any
+    first_split: Any
     chunks: Any
 
 
 @gluon.jit
 def find_listed_chunk(
-    samples, num_samples, num_slots, C: gl.constexpr, FIRST: gl.constexpr = PROGRAMS
+    samples, num_samples, num_splits, C: gl.constexpr, FIRST: gl.constexpr = PROGRAMS
 ):
-    """The :class:`Chunk` of this program, where ``schedule.list_slots`` lists the slots.
+    """The :class:`Chunk` of this program, a listed split or a sample of fewer than CHUNK rows.
 
-    It takes a slot, or a sample of fewer than CHUNK rows. The FIRST samples come first, as many as
-    programs begin at once, while slots are listed: unless they WAIT, as the kernel that lists slots
-    also makes the queries. Slots come next, so that no program that begins late has many rows.
+    The order of programs: the first FIRST samples, which the GPU runs while the previous kernel
+    lists splits (unless they WAIT, since that kernel also computes the queries); then splits, so
+    that no long chunk starts late; then the other samples.
     """
     program = gl.program_id(0)
     before = gl.minimum(num_samples, FIRST)
-    slot = program - before
-    of_slot = (slot >= 0) & (slot < num_slots)
-    listed = gl.where(slot < 0, program, program - num_slots)
+    split = program - before
+    is_split = (split >= 0) & (split < num_splits)
+    listed = gl.where(split < 0, program, program - num_splits)
     if C.OVERLAP:
-        if C.WAIT or of_slot | (num_slots == 0):
+        if C.WAIT or is_split | (num_splits == 0):
             wait_for_last_kernel()
-    if of_slot:
-        listed = gl.load(samples.slots + slot)
+    if is_split:
+        listed = gl.load(samples.splits + split)
     sample = gl.maximum(listed, 0)
     first = gl.load(samples.offsets + sample).to(gl.int64)
     length = (gl.load(samples.offsets + sample + 1).to(gl.int64) - first).to(gl.int32)
-    chunks = gl.where(of_slot, gl.maximum(gl.cdiv(length, 2 * C.CHUNK), 1), 1)
-    first_slot = (first // C.CHUNK).to(gl.int32)
-    chunk = gl.where(of_slot, slot - first_slot, 0)
+    chunks = gl.where(is_split, gl.maximum(gl.cdiv(length, 2 * C.CHUNK), 1), 1)
+    first_split = (first // C.CHUNK).to(gl.int32)
+    chunk = gl.where(is_split, split - first_split, 0)
     rows = rows_of_chunk(length, chunks)
-    busy = (listed >= 0) & (of_slot == (length >= C.CHUNK))
+    busy = (listed >= 0) & (is_split == (length >= C.CHUNK))
     end = gl.minimum((chunk + 1) * rows, length)
-    slot = gl.where(chunks > 1, slot, -1)
-    return Chunk(busy, sample, first, length, chunk * rows, end, slot, first_slot, chunks)
+    split = gl.where(chunks > 1, split, -1)
+    return Chunk(busy, sample, first, length, chunk * rows, end, split, first_split, chunks)
 
 
 @gluon.jit
-def program_of_sample(sample, num_samples, num_slots):
-    """The program of ``sample`` if that has fewer than CHUNK rows."""
-    return gl.where(sample < gl.minimum(num_samples, PROGRAMS), sample, sample + num_slots)
+def program_of_sample(sample, num_samples, num_splits):
+    """The program of ``sample`` in :func:`find_listed_chunk`, if it has fewer than CHUNK rows."""
+    return gl.where(sample < gl.minimum(num_samples, PROGRAMS), sample, sample + num_splits)
 
 
 @gluon.jit
-def find_chunk(samples, num_samples, num_slots, C: gl.constexpr):
-    """The :class:`Chunk` of this program, as ``schedule.find_work`` cuts samples of one block.
+def find_chunk(samples, num_samples, num_splits, C: gl.constexpr):
+    """The :class:`Chunk` of this program, with chunks as in ``schedule.find_work`` with one block.
 
-    Programs that take later chunks, most of them idle, lie evenly among those that take first ones:
-    every ``period``-th has a slot.
+    Every ``period``-th program has a later chunk of a sample, the others first chunks: so the
+    programs of later chunks, most of them idle, are evenly distributed.
     """
     program = gl.program_id(0)
-    period = gl.num_programs(0) // gl.maximum(num_slots, 1)
-    slot = program // period
-    later = (program == slot * period) & (slot < num_slots)
-    sample = program - gl.minimum(slot + 1, num_slots)
+    period = gl.num_programs(0) // gl.maximum(num_splits, 1)
+    split = program // period
+    later = (program == split * period) & (split < num_splits)
+    sample = program - gl.minimum(split + 1, num_splits)
     if later:
         lanes = gl.arange(0, 32, probe_layout(gl.num_warps()))
         sample = program * 0
@@ -323,24 +322,24 @@ def find_chunk(samples, num_samples, num_slots, C: gl.constexpr):
             step = gl.cdiv(high - sample, 32)
             at = sample + step * lanes
             offset = gl.load(samples.offsets + at, mask=at < high, other=0)
-            begun = (at < high) & (offset // C.CHUNK <= slot)
+            begun = (at < high) & (offset // C.CHUNK <= split)
             sample += step * (gl.sum(begun.to(gl.int32), 0) - 1)
             high = gl.minimum(high, sample + step)
     first = gl.load(samples.offsets + sample).to(gl.int64)
     length = (gl.load(samples.offsets + sample + 1).to(gl.int64) - first).to(gl.int32)
     chunks = gl.maximum(length // C.CHUNK, 1)
-    first_slot = (first // C.CHUNK).to(gl.int32)
-    chunk = gl.where(later, slot - first_slot, 0)
+    first_split = (first // C.CHUNK).to(gl.int32)
+    chunk = gl.where(later, split - first_split, 0)
     busy = (chunk < chunks) & ((chunk > 0) | (not later))
     rows = rows_of_chunk(length, chunks)
     end = gl.minimum((chunk + 1) * rows, length)
-    slot = gl.where(chunks > 1, first_slot + chunk, -1)
-    return Chunk(busy, sample, first, length, chunk * rows, end, slot, first_slot, chunks)
+    split = gl.where(chunks > 1, first_split + chunk, -1)
+    return Chunk(busy, sample, first, length, chunk * rows, end, split, first_split, chunks)
 
 
 @gluon.jit
 def load_columns(ptr, first, count, C: gl.constexpr):
-    """:func:`load_rows`, transposed: ``[BLOCK_D, 8]``, as right operand of a single warp."""
+    """Rows ``first`` to ``first + count``, transposed, ``[BLOCK_D, 8]``: a right operand."""
     d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, RIGHT))
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, RIGHT))
     mask = (d < C.D)[:, None] & (r < count)[None, :]
@@ -357,7 +356,7 @@ def load_rows(
     layout: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Rows ``first`` to ``first + count`` of width ``D`` from ``column`` on, with zeros around."""
+    """Rows ``first`` to ``first + count`` of width ``D`` from ``column`` on, padded with zeros."""
     r = gl.arange(0, shape[0], gl.SliceLayout(1, layout))
     d = column + gl.arange(0, shape[1], gl.SliceLayout(0, layout))
     mask = (r < count)[:, None] & (d < D)[None, :]
@@ -377,7 +376,7 @@ def store_rows(ptr, value, first, count, column: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def rows_of_sample(history_ptr, samples, chunk, C: gl.constexpr):
-    """Where the rows of a chunk's sample begin; all rows do, where they are read by indices."""
+    """Pointer to the rows of a chunk's sample; with gather indices, to all rows."""
     if samples.indices is None:
         history_ptr += chunk.first * C.STRIDE
     return history_ptr
@@ -385,9 +384,7 @@ def rows_of_sample(history_ptr, samples, chunk, C: gl.constexpr):
 
 @gluon.jit
 def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, dtype: gl.constexpr):
-    """The indices of a tile's rows, from ``start`` on; 0 where rows are not read by indices. Of
-    rows of codes, their bytes.
-    """
+    """Gather indices of a tile's rows, from ``start`` on, 0 without them; of codes, their bytes."""
     indices = 0
     if C.LEVELS > 0:
         indices = bytes_of_tile(history_ptr, samples, chunk, start, end, C)
@@ -401,10 +398,10 @@ def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, d
 
 @gluon.jit
 def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr):
-    """Begin to copy the rows from ``start`` on to ``tile``: one commit group.
+    """Start to copy the rows from ``start`` on to ``tile``, as one commit group.
 
-    Copies that are masked, beyond ``end`` and D, write zeros. Rows of codes are made of their
-    bytes, which are given in place of ``indices``.
+    Elements beyond ``end`` and D are zeros. Codes are unpacked from their bytes, which are given as
+    ``indices``.
     """
     layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps())
     if C.LEVELS > 0:
@@ -427,10 +424,10 @@ def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr)
 
 @gluon.jit
 def open_ring(history_ptr, samples, chunk, dtype: gl.constexpr, C: gl.constexpr):
-    """Shared memory for NUM_STAGES tiles of a chunk's rows; all but the last are on their way to
-    it. ``dtype`` is that of queries.
+    """A ring buffer of NUM_STAGES tiles of a chunk's rows; copies of all but the last are started.
+    ``dtype`` is that of queries.
     """
-    of_codes: gl.constexpr = gl.bfloat16 if C.PARTS > 1 else dtype
+    of_codes: gl.constexpr = gl.bfloat16 if C.COMPONENTS > 1 else dtype
     OF_TILE: gl.constexpr = of_codes if C.LEVELS > 0 else history_ptr.dtype.element_ty
     shape: gl.constexpr = [C.NUM_STAGES, C.BLOCK_N, C.BLOCK_D]
     ring = gl.allocate_shared_memory(OF_TILE, shape, ring_layout(C.BLOCK_D, OF_TILE))
@@ -443,9 +440,7 @@ def open_ring(history_ptr, samples, chunk, dtype: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def next_indices(history_ptr, samples, chunk, ring, start, C: gl.constexpr):
-    """The indices, or bytes of codes, that :func:`copy_next` needs: loaded early, they are there
-    when it begins.
-    """
+    """Load the indices, or bytes of codes, for :func:`copy_next` ahead of it."""
     ahead: gl.constexpr = C.NUM_STAGES - 1
     at = start + ahead * C.BLOCK_N
     return _indices_of_tile(history_ptr, samples, chunk, at, chunk.end, C, ring.dtype)
@@ -453,8 +448,8 @@ def next_indices(history_ptr, samples, chunk, ring, start, C: gl.constexpr):
 
 @gluon.jit
 def copy_next(ring, stage, history_ptr, samples, indices, start, end, C: gl.constexpr):
-    """Begin to copy what comes after the tiles on their way, where the last tile was; the tile of
-    ``stage`` begins at row ``start``. Returns the next stage.
+    """Start to copy the next tile to the stage of the previous one; that of ``stage`` begins at row
+    ``start``. Returns the next stage.
     """
     ahead: gl.constexpr = C.NUM_STAGES - 1
     to = gl.where(stage == 0, ahead, stage - 1)
@@ -469,7 +464,7 @@ def row_buckets(n, biases, chunk, C: gl.constexpr):
     distance = chunk.length - 1 - n
     if biases.places is not None:
         end = gl.load(biases.ends + chunk.sample).to(gl.int64)
-        distance = end - 1 - row_numbers(biases, chunk.first + n, n < chunk.length)
+        distance = end - 1 - row_positions(biases, chunk.first + n, n < chunk.length)
         distance = distance.to(gl.int32)
     of_position = recency_bucket(distance, C.P)
     of_age = of_position
@@ -485,12 +480,12 @@ def row_buckets(n, biases, chunk, C: gl.constexpr):
 
 @gluon.jit
 def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.constexpr):
-    """All ``biases`` of the rows ``n`` of a chunk, whose ``buckets`` are of :func:`row_buckets`,
-    for the query rows ``r``.
+    """The sum of all ``biases`` of the rows ``n`` of a chunk, with ``buckets`` of
+    :func:`row_buckets`, for the query rows ``r``.
 
-    The rows lie along the axis ROWS, the query rows along the other. PRIOR weights count by their
-    logarithm, ``-inf`` of zero and of what is below, for all heads; rows that are dropped have
-    ``-inf``. Zero for the query rows from ``count`` on.
+    Rows are along the axis ROWS, query rows along the other. PRIOR weights add their logarithm for
+    all heads, ``-inf`` if they are zero or negative; dropped rows have ``-inf``. Query rows from
+    ``count`` on have a bias of zero.
     """
     first = chunk.first
     visible = gl.expand_dims(n < chunk.end, 1 - ROWS)
@@ -515,14 +510,14 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.con
         ptrs = biases.age_bias + (of_age * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     if biases.row_dropout is not None:
-        dropped = is_dropped(biases.row_dropout, row_numbers(biases, first + n, visible))
+        dropped = is_dropped(biases.row_dropout, row_positions(biases, first + n, visible))
         bias = gl.where(dropped & mask, -float("inf"), bias)
     return bias
 
 
 @gluon.jit
 def indices_to_store(rows: gl.constexpr, width: gl.constexpr, dtype: gl.constexpr):
-    """Rows and columns of ``[rows, width]`` as they are stored: made once for all tiles."""
+    """Row and column indices of ``[rows, width]`` for stores, the same for all tiles."""
     layout: gl.constexpr = row_layout(width, dtype, gl.num_warps())
     i = gl.arange(0, rows, gl.SliceLayout(1, layout))
     return i, gl.arange(0, width, gl.SliceLayout(0, layout))
@@ -530,7 +525,7 @@ def indices_to_store(rows: gl.constexpr, width: gl.constexpr, dtype: gl.constexp
 
 @gluon.jit
 def load_targets(grads, indices, first, start, end):
-    """The ``targets`` of a tile's rows, which :func:`store_grad_of_history` takes; 0 without."""
+    """``Gradients.targets`` of a tile's rows, for :func:`store_grad_of_history`; 0 without them."""
     targets = 0
     if grads.targets is not None:
         i = indices[0]
@@ -542,9 +537,9 @@ def load_targets(grads, indices, first, start, end):
 def store_grad_of_history(
     grads, value, indices, targets, first, start, end, column: gl.constexpr, C: gl.constexpr
 ):
-    """Store ``value``, whose ``indices`` are of :func:`indices_to_store`, from ``column`` on.
+    """Store ``value``, from ``column`` on, with ``indices`` of :func:`indices_to_store`.
 
-    Its rows are those from ``start`` to ``end`` of the sample that begins at row ``first``.
+    Its rows are ``start`` to ``end`` of the sample that begins at row ``first``.
     """
     i, d = indices
     value = gl.convert_layout(value.to(grads.history.dtype.element_ty), i.type.layout.parent)
@@ -562,10 +557,10 @@ def store_grad_of_history(
 
 @gluon.jit
 def store_grad_of_bias(grads, ds, first, n, r, end, C: gl.constexpr, ROWS: gl.constexpr):
-    """Store gradients of scores of the rows ``n``, up to ``end``, of the sample that begins at row
-    ``first``.
+    """Store gradients of the bias of the rows ``n``, up to ``end``, of the sample that begins at
+    row ``first``.
 
-    They lie along the axis ROWS, the query rows ``r`` along the other, over which those of prior
+    Rows are along the axis ROWS, query rows ``r`` along the other, over which gradients of prior
     weights are summed.
     """
     if (grads.bias is not None) and C.PRIOR:

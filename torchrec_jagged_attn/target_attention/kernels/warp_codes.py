@@ -1,6 +1,6 @@
-"""What the Gluon kernels have for rows of codes: a lane makes the codes of a row.
+"""Packed codes in the Gluon kernels: each lane unpacks whole rows.
 
-See ``codes/kernels/rows.py`` for those in Triton.
+See ``codes/kernels/rows.py`` for the Triton kernels.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from triton.experimental.gluon import language as gl
 
 __all__ = ["bytes_of_tile", "store_codes"]
 
-TO_INTEGER = gl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken off, it rounds to an integer
+TO_INTEGER = gl.constexpr(12582912.0)  # 1.5 · 2^23: x + TO_INTEGER - TO_INTEGER rounds x
 
 
 @gluon.constexpr_function
 def _lane_layout(warps):
-    """A row to a lane."""
+    """One row per lane."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.constexpr_function
 def _byte_of_zeros(codes, levels):
-    """The byte of so many codes that are zero."""
+    """The byte of ``codes`` zero codes."""
     return (levels**codes - 1) // 2
 
 
@@ -33,19 +33,19 @@ def _one_by_power(levels, k):
 
 @gluon.constexpr_function
 def _bytes_of_row(width, per_byte):
-    """How many bytes hold the ``width - 1`` codes of a row."""
+    """Bytes of a row of ``width - 1`` codes."""
     return (width - 2) // per_byte + 1
 
 
 @gluon.constexpr_function
 def _steps_to_join(columns):
-    """How often ``columns``, a power of two, are joined in pairs."""
+    """The logarithm to base 2 of ``columns``, a power of two."""
     return columns.bit_length() - 1
 
 
 @gluon.constexpr_function
 def _codes_of_byte(at, width, per_byte):
-    """How many of these the byte ``at`` holds."""
+    """How many codes the byte ``at`` of a row holds."""
     return min(per_byte, width - 1 - at * per_byte)
 
 
@@ -67,11 +67,11 @@ def bytes_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr):
 
 @gluon.jit
 def store_codes(tile, found, C: gl.constexpr):
-    """Store the codes of the bytes that were ``found``, then a one, and zeros.
+    """Store the codes of the bytes ``found`` (:func:`bytes_of_tile`), then a one, then zeros.
 
-    With ``w`` the value of a byte less that of zeros, and ``r_k`` the integer nearest to ``w /
-    levels^k``, code ``k`` is ``r_k - levels · r_(k+1)``: in fp32 three operations. Each lane makes
-    whole rows. So they are written as 16 bytes each, and read as operands of products.
+    With ``w`` a byte minus that of zero codes, and ``r_k`` the integer nearest to ``w / levels^k``,
+    code ``k`` is ``r_k - levels · r_(k+1)``: three operations in fp32. Lanes unpack whole rows, so
+    that they store vectors of 16 bytes.
     """
     columns = ()
     for at in gl.static_range(_bytes_of_row(C.D, C.PER_BYTE)):

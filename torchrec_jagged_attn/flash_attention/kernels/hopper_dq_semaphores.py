@@ -1,0 +1,225 @@
+"""Deterministic accumulation of dq in the backward pass on Hopper, as in FlashAttention.
+
+The tiles of keys that a tile of queries sees add their terms of dq in fp32, in global memory, in
+the order of the keys. A semaphore per tile of queries and head counts the tiles that have added.
+One warp waits for it, so that no other warp waits for memory, and RELEASE_WARPS warps increment it.
+The last tile of keys writes dq.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from torchrec_jagged_attn.flash_attention.kernels import tiles
+from torchrec_jagged_attn.runtime.kernels.gluon import load_field
+from torchrec_jagged_attn.runtime.kernels.tma import (
+    commit,
+    copy_out,
+    release,
+    wait_empty,
+    wait_full,
+)
+
+__all__ = [
+    "RELEASE_WARPS",
+    "TILES",
+    "DqAccumulator",
+    "KeyTile",
+    "KeyTileQueue",
+    "add_slice",
+    "next_tile",
+    "query_tiles",
+    "release_semaphores",
+    "wait_semaphores",
+]
+
+window_begin = gluon.jit(tiles.window_begin.fn)
+
+TILES = gl.constexpr(2)  # capacity of the queue of tiles of keys
+RELEASE_WARPS = gl.constexpr(2)
+
+
+class KeyTile(NamedTuple):
+    """A tile of keys of one head, and the queries of its sample; all are int32.
+
+    Attributes:
+        row: its first row.
+        remaining: number of rows of its sample from there on.
+        base: first query of the sample.
+        num_rows: number of queries of the sample.
+        kv_head: the head; negative at the end of the queue.
+        number: index of the tile within its sample.
+        q_tile: index of the sample's first tile of queries among the semaphores.
+        accum_tile: its index in the accumulator.
+    """
+
+    row: Any
+    remaining: Any
+    base: Any
+    num_rows: Any
+    kv_head: Any
+    number: Any
+    q_tile: Any
+    accum_tile: Any
+
+
+class KeyTileQueue(NamedTuple):
+    """The tiles of keys of a program: ``fields`` of KeyTiles in shared memory, and barriers."""
+
+    full: Any
+    empty: Any
+    fields: Any
+
+
+class DqAccumulator(NamedTuple):
+    """The accumulator of dq, and barriers between the warps that add and those of semaphores.
+
+    Attributes:
+        accum_ptr: ``[tiles, H, slices, ...]`` fp32, in slices of columns.
+        acquired: barriers, complete once the semaphore of a tile of queries is acquired.
+        added: barriers, complete once this tile of keys has been added.
+        tiles: ``[slices, *box]`` in shared memory, from which dq is copied.
+        desc: of dq.
+        window: how many keys each query sees at most, or ``None``.
+    """
+
+    accum_ptr: Any
+    acquired: Any
+    added: Any
+    tiles: Any
+    desc: Any
+    window: Any
+
+
+@gluon.jit
+def next_tile(queue, step):
+    """This step's KeyTile, once it has been queued."""
+    wait_full(queue, step)
+    fields = queue.fields
+    row, count = load_field(fields, step, 0, TILES), load_field(fields, step, 1, TILES)
+    base, num_rows = load_field(fields, step, 2, TILES), load_field(fields, step, 3, TILES)
+    kv_head, number = load_field(fields, step, 4, TILES), load_field(fields, step, 5, TILES)
+    q_tile, accum_tile = load_field(fields, step, 6, TILES), load_field(fields, step, 7, TILES)
+    release(queue, step)
+    return KeyTile(row, count, base, num_rows, kv_head, number, q_tile, accum_tile)
+
+
+@gluon.jit
+def query_tiles(tile, window, C: gl.constexpr):
+    """``(first, end)`` of the tiles of queries that see a tile of keys."""
+    first, end = tile.num_rows * 0, tile.num_rows
+    if C.CAUSAL:
+        first = gl.maximum(tile.num_rows - tile.remaining, 0) // C.BLOCK_M
+    if window is not None:
+        LAST: gl.constexpr = C.BLOCK_N - 1
+        own_query = tile.num_rows - tile.remaining + LAST  # on the diagonal of the tile's last key
+        end = gl.maximum(own_query + gl.minimum(tile.remaining - LAST, window), 0)
+    return first, gl.cdiv(end, C.BLOCK_M)
+
+
+@gluon.jit
+def _num_before(m, tile, window, C: gl.constexpr):
+    """How many tiles of keys the ``m``-th tile of queries sees before this one."""
+    number = tile.number
+    if window is not None:
+        surplus = tile.number * C.BLOCK_N + tile.remaining - tile.num_rows  # keys minus queries
+        number -= window_begin(surplus + m * C.BLOCK_M + 1, window) // C.BLOCK_N
+    return number
+
+
+@gluon.jit
+def _is_last(m, tile, C: gl.constexpr):
+    """Whether no later tile of keys is seen by the ``m``-th tile of queries."""
+    if C.CAUSAL:
+        highest = gl.minimum(m * C.BLOCK_M + (C.BLOCK_M - 1), tile.num_rows - 1)
+        return highest < tile.num_rows - tile.remaining + C.BLOCK_N
+    else:
+        return tile.remaining <= C.BLOCK_N
+
+
+@gluon.jit
+def add_slice(accum, acc, m, n, tile, head, scale, C: gl.constexpr, SLICE: gl.constexpr):
+    """Add a tile's term to a slice of the ``m``-th tile of dq, once its semaphore is acquired.
+
+    The first tile of keys stores, the last one adds and writes dq.
+    """
+    ROWS: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1]
+    SLICES: gl.constexpr = accum.tiles.shape[0]
+    index = (tile.accum_tile + m) * C.H + head
+    last = _is_last(m, tile, C)
+    num_before = _num_before(m, tile, accum.window, C)
+    # In the order of the registers of a warp, so that accesses are coalesced.
+    flat = acc.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
+    flat = flat.reshape([ROWS * WIDTH])
+    at = gl.arange(0, ROWS * WIDTH, flat.type.layout)
+    ptrs = accum.accum_ptr + (index.to(gl.int64) * SLICES + SLICE) * (ROWS * WIDTH) + at
+    if last:
+        tma.store_wait(0)
+    wait_full(accum.acquired, n)
+    release(accum.acquired, n)
+    if last:
+        if num_before > 0:
+            flat += gl.load(ptrs, cache_modifier=".cg")
+        total = flat.reshape([4, WIDTH // 8, 8, 4, 2, 2]).permute((0, 4, 2, 1, 3, 5))
+        total = gl.convert_layout(total.reshape([ROWS, WIDTH]), acc.type.layout)
+        out = accum.tiles.index(SLICE)
+        out.reshape([ROWS, WIDTH]).store((total * scale).to(accum.tiles.dtype))
+        fence_async_shared()
+        end, remaining = tile.base + tile.num_rows, tile.num_rows - m * ROWS
+        copy_out(accum.desc, end, remaining, head, out, SLICE * WIDTH)
+    elif num_before > 0:
+        gl.atomic_add(ptrs, flat, sem="relaxed", scope="gpu")
+    else:
+        gl.store(ptrs, flat)
+    wait_empty(accum.added, n)
+    commit(accum.added, n)
+
+
+@gluon.jit
+def wait_semaphores(semaphores_ptr, acquired, queue, window, C: gl.constexpr):
+    """One warp: wait for the semaphore of each tile of queries until this tile of keys is next."""
+    step = gl.to_tensor(0)
+    n = gl.to_tensor(0)
+    tile = next_tile(queue, step)
+    while tile.kv_head >= 0:
+        first, end = query_tiles(tile, window, C)
+        for member in range(C.H // C.HK):
+            head = tile.kv_head * (C.H // C.HK) + member
+            for m in range(first, end):
+                wait_empty(acquired, n)
+                num_before = _num_before(m, tile, window, C)
+                seen = tile.number * 0
+                while seen < num_before:
+                    semaphore_ptr = semaphores_ptr + ((tile.q_tile + m) * C.H + head)
+                    seen = gl.atomic_add(semaphore_ptr, 0, sem="acquire", scope="gpu")
+                commit(acquired, n)
+                n += 1
+        step += 1
+        tile = next_tile(queue, step)
+
+
+@gluon.jit
+def release_semaphores(semaphores_ptr, added, queue, window, C: gl.constexpr, WARP: gl.constexpr):
+    """RELEASE_WARPS warps: increment each semaphore once this tile of keys has been added."""
+    step = gl.to_tensor(0)
+    n = gl.to_tensor(0)
+    tile = next_tile(queue, step)
+    while tile.kv_head >= 0:
+        first, end = query_tiles(tile, window, C)
+        for member in range(C.H // C.HK):
+            head = tile.kv_head * (C.H // C.HK) + member
+            for m in range(first, end):
+                if n % RELEASE_WARPS == WARP:
+                    wait_full(added, n)
+                    if not _is_last(m, tile, C):
+                        semaphore_ptr = semaphores_ptr + ((tile.q_tile + m) * C.H + head)
+                        gl.atomic_add(semaphore_ptr, 1, sem="release", scope="gpu")
+                    release(added, n)
+                n += 1
+        step += 1
+        tile = next_tile(queue, step)
