@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -24,8 +23,8 @@ from tests.torchrec.two_ranks import (
     dense_optimizer,
     full_state_dict,
     load,
-    optimize_tables,
     run_ranks,
+    shard_with_weights,
 )
 from torchrec_jagged_attn import (
     EncoderConfig,
@@ -115,24 +114,14 @@ def sharded(
 ) -> DistributedModelParallel:
     """By table, of two ranks, one has the attended table, and the other the pooled one."""
     sharding, sharder = WAYS[way]
-    state = {name: value.clone() for name, value in collection.state_dict().items()}
-    optimize_tables(collection.to(device))
     sharders = [
         sharder(fused_params=dict(fused_params)),
         EmbeddingBagCollectionSharder(fused_params=dict(fused_params)),
     ]
-    ranks = dist.get_world_size()
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=ranks, local_world_size=ranks, compute_device=device.type),
-        constraints={
-            name: ParameterConstraints(sharding_types=[of_table.value], min_partition=1)
-            for name, of_table in (("t_item", sharding), ("t_hist", sharding), ("t_user", pooled))
-        },
+    others = {"t_hist": sharding}
+    return shard_with_weights(
+        collection.to(device), device, sharding, bags=pooled, sharders=sharders, others=others
     )
-    plan = planner.collective_plan(collection, sharders, dist.group.WORLD)
-    model = DistributedModelParallel(collection, device=device, plan=plan, sharders=sharders)
-    load(model, state)
-    return model
 
 
 def losses_of_half(device: torch.device, way: str = "travel") -> Tensor:

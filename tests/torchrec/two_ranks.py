@@ -334,7 +334,7 @@ def shard(
                 compute_kernels=[kernels[name].value],
                 min_partition=4,
             )
-            for name in FEATURES
+            for name in shardings
         },
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
