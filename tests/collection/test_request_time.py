@@ -51,33 +51,6 @@ def test_over_codes(device):
     assert_same_run(actual, expected, num_terms=2 * 12 + 2 * 16)
 
 
-class OfTensors(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, target, rows, offsets, timestamps, request_time):
-        history = JaggedTensor(rows, offsets=offsets)
-        return self.module(target, history, timestamps, request_time=request_time)
-
-
-def test_traced_scripted_compiled_and_exported(device):
-    module = OfTensors(JaggedTargetAttention(16, 2, age_bias=True)).to(device)
-    nn.init.normal_(module.module.recency_bias.age_weight)
-    lengths = torch.tensor(LENGTHS, device=device)
-    offsets = JaggedTensor(torch.empty(sum(LENGTHS)), lengths=lengths).offsets()
-    inputs = torch.randn(4, 16, device=device), torch.randn(sum(LENGTHS), 16, device=device)
-    inputs = (*inputs, offsets, *times_of(device).values())
-    expected = module(*inputs)
-    assert not torch.allclose(expected, module(*inputs[:4], None))
-    traced = torch.fx.symbolic_trace(module)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
-    shapes = [{0: torch.export.Dim.DYNAMIC}] * 5
-    exported = torch.export.export(module, inputs, dynamic_shapes=shapes).module()
-    for same in (traced, torch.jit.script(traced), compiled, exported):
-        assert torch.equal(same(*inputs), expected)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -727,20 +727,6 @@ def test_removed_rows_are_an_empty_history(path, device):
         assert_same_run(actual, expected, num_terms=100)
 
 
-@pytest.mark.parametrize("value_projection", [True, False])
-def test_prior_weights_travel(value_projection, device):
-    """Through FX, TorchScript and a compiler."""
-    module = JaggedTargetAttention(16, 2, value_projection=value_projection).to(device)
-    target, history = example(module, [5, 0, 40], device)
-    weights = draw_prior_weights([5, 0, 40], device)
-    expected = module(target, history, prior_weights=weights)
-    assert not torch.allclose(expected, module(target, history))
-    traced = torch.fx.symbolic_trace(module)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
-    for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
-        assert torch.equal(same(target, history, None, weights), expected)
-
-
 # Errors
 
 

@@ -4,10 +4,8 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec import JaggedTensor
-from torchrec.fx import symbolic_trace
 
 from tests.combinations import each_pair
 from tests.fixtures import sync_debug_mode
@@ -185,31 +183,6 @@ def test_compiles_once_for_all_batches(name, jagged, device):
             results.append([leaf.grad, *of_run])
         torch.testing.assert_close(*results, rtol=0, atol=0)
     assert counter.frame_count == 1
-
-
-class OfTensors(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, target, rows, offsets, indices):
-        history = JaggedTensor(rows, offsets=offsets)
-        return self.module(target, history, indices=indices)
-
-
-@pytest.mark.parametrize("name", ["default", "values"])
-def test_traced_scripted_and_exported(name):
-    module = OfTensors(make_module(16, 2, **OPTIONS[name]))
-    target, history = example(module.module, [5, 0, 40], num_targets=1)
-    indices = torch.arange(45) ** 2 % 12
-    inputs = target.squeeze(1), history.values()[:12], history.offsets(), indices
-    expected = module(*inputs)
-    traced = symbolic_trace(module)
-    assert torch.equal(traced(*inputs), expected)
-    assert torch.equal(torch.jit.script(traced)(*inputs), expected)
-    shapes = [{0: torch.export.Dim.DYNAMIC}] * 4
-    exported = torch.export.export(module, inputs, dynamic_shapes=shapes).module()
-    assert torch.equal(exported(*inputs), expected)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.modules.target_attention_inputs import (
     OPTIONS,
     assert_same_uniform,
     bucket,
+    draw_prior_weights,
     example,
     make_module,
     outputs_and_gradients_of,
@@ -33,32 +34,72 @@ from torchrec_jagged_attn.target_attention.multi_head import is_materialized
 
 
 class OfTensors(nn.Module):
+    """An attention whose history comes as two tensors, as exported programs take it."""
+
     def __init__(self, module):
         super().__init__()
         self.module = module
 
-    def forward(self, target, rows, offsets):
-        return self.module(target, JaggedTensor(rows, offsets=offsets))
+    def forward(self, target, rows, offsets, *others):
+        return self.module(target, JaggedTensor(rows, offsets=offsets), *others)
 
 
-def assert_exports(module, device):
-    """With any number of samples."""
-    module = OfTensors(module).to(device).eval()
-    shapes = [{0: torch.export.Dim.DYNAMIC}] * 3
+# Options, and what else a call is given.
+TRAVELS = {
+    "default": ({}, []),
+    "values": ({"value_projection": True}, []),
+    "materialized rows": ({"value_projection": False, "keys_and_values": "materialized"}, []),
+    "prior weights": ({}, ["prior_weights"]),
+    "prior weights, values": ({"value_projection": True}, ["prior_weights"]),
+    "request time": ({"age_bias": True}, ["timestamps", "request_time"]),
+    "indices": ({}, ["indices"]),
+    "indices, values": ({"value_projection": True}, ["indices"]),
+}
+
+
+def arguments_of(module, names, lengths, device):
+    """All of ``forward``; None for what is not named."""
+    target, history, *_ = example(module, lengths, device, num_targets=1)
+    places = torch.arange(sum(lengths), device=device)
+    given = {
+        "timestamps": places**2,
+        "prior_weights": draw_prior_weights(lengths, device),
+        "indices": places**2 % 12,
+        "request_time": torch.arange(len(lengths), device=device) * 500,
+    }
+    if "indices" in names:
+        history = JaggedTensor(history.values()[:12], lengths=history.lengths())
+    order = ("timestamps", "prior_weights", "indices", "request_time")
+    return target.squeeze(1), history, *(given[x] if x in names else None for x in order)
+
+
+@pytest.mark.parametrize("name", TRAVELS)
+def test_travels(name, device):
+    """Through FX, TorchScript, a compiler and, with any number of samples, ``torch.export``."""
+    options, names = TRAVELS[name]
+    module = make_module(16, 2, **options).to(device).eval()
+    if options.get("age_bias"):
+        nn.init.normal_(module.recency_bias.age_weight)
+    arguments = arguments_of(module, names, [5, 0, 40], device)
+    expected = module(*arguments)
+    if names and "indices" not in names:
+        without = [x if i < 3 else None for i, x in enumerate(arguments)]
+        assert not torch.allclose(expected, module(*without))
+    traced = torch.fx.symbolic_trace(module)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
+        assert torch.equal(same(*arguments), expected)
 
     def tensors(lengths):
-        target, history = example(module.module, lengths, device, num_targets=1)
-        return target.squeeze(1), history.values(), history.offsets()
+        target, history, *others = arguments_of(module, names, lengths, device)
+        return target, history.values(), history.offsets(), *others
 
-    exported = torch.export.export(module, tensors([5, 0, 40]), dynamic_shapes=shapes).module()
+    inputs = tensors([5, 0, 40])
+    shapes = [None if x is None else {0: torch.export.Dim.DYNAMIC} for x in inputs]
+    shapes = (*shapes[:3], tuple(shapes[3:]))
+    exported = torch.export.export(OfTensors(module), inputs, dynamic_shapes=shapes).module()
     for lengths in ([5, 0, 40], [7, 1, 0, 30, 2]):
-        inputs = tensors(lengths)
-        assert torch.equal(exported(*inputs), module(*inputs))
-
-
-def test_exports_without_a_value_projection(path, device):
-    module = make_module(16, 2, value_projection=False, **path)
-    assert_exports(module, device)
+        assert torch.equal(exported(*tensors(lengths)), OfTensors(module)(*tensors(lengths)))
 
 
 def test_values_are_the_rows_of_the_history(monkeypatch):
