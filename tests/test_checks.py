@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import torchrec_jagged_attn as package
-from torchrec_jagged_attn import events, ops, semantic_ids
+from torchrec_jagged_attn import data, events, ops, semantic_ids
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 
 pytestmark = pytest.mark.reference  # alike with any kernels
@@ -19,6 +20,9 @@ OFFSETS = torch.tensor([0, 4, 4, 9])
 QUERY, ROWS, HEADS = torch.zeros(3, 2, 8), torch.zeros(9, 8), torch.zeros(9, 2, 8)
 PAIRS = torch.zeros(41)
 HISTORY = JaggedTensor(ROWS, offsets=OFFSETS)
+TABLE = EmbeddingBagConfig(
+    name="t", embedding_dim=8, num_embeddings=9, feature_names=["item", "hist"]
+)
 CALLS = {
     "packed": functools.partial(
         package.jagged_target_attention, QUERY, torch.zeros(9, 2, dtype=torch.uint8), OFFSETS
@@ -35,6 +39,19 @@ CALLS = {
     "layer": functools.partial(package.HistoryEncoderLayer, 8, 2),
     "interaction": package.JaggedFeatureInteraction,
     "recency": functools.partial(RecencyBias, 2),
+    "config": functools.partial(package.TargetAttentionConfig, "item", "hist"),
+    "encoder": package.EncoderConfig,
+    "collection": functools.partial(
+        package.TargetAttentionEmbeddingBagCollection,
+        [TABLE],
+        package.TargetAttentionConfig("item", "hist"),
+    ),
+    "event feature": functools.partial(events.EventBasedFeature, [TABLE], out_dim=8),
+    "relevance": functools.partial(events.Relevance, num_surfaces=2),
+    "codes": functools.partial(semantic_ids.PackedCodes, num_codes=2),
+    "pca": functools.partial(semantic_ids.DiscretePCA, embed_dim=4, num_codes=2),
+    "fusion": functools.partial(semantic_ids.VQFusion, {"a": 8}, latent_dim=4, num_codes=2),
+    "sampler": functools.partial(data.BalancedBatchSampler, [1] * 9, 2, num_replicas=1, rank=0),
 }
 INTEGERS = {  # the least that is taken
     ("packed", "num_levels"): 0,
@@ -54,13 +71,32 @@ INTEGERS = {  # the least that is taken
     ("self", "window"): 1,
     ("layer", "feedforward_dim"): 1,
     ("recency", "num_heads"): 1,
+    ("config", "num_heads"): 1,
+    ("config", "max_history"): 1,
+    ("encoder", "num_layers"): 1,
+    ("encoder", "window"): 1,
+    ("event feature", "out_dim"): 1,
+    ("relevance", "num_surfaces"): 1,
+    ("relevance", "num_bins"): 1,
+    ("codes", "num_codes"): 1,
+    ("codes", "num_levels"): 0,
+    ("pca", "embed_dim"): 1,
+    ("pca", "num_codes"): 1,
+    ("pca", "num_levels"): 0,
+    ("pca", "num_sweeps"): 0,
+    ("fusion", "latent_dim"): 1,
+    ("fusion", "hidden_dim"): 1,
+    ("fusion", "num_codes"): 1,
+    ("sampler", "num_replicas"): 1,
+    ("sampler", "balanced_steps"): 1,
+    ("sampler", "seed"): 0,
 }
 NUMBERS = [("target", "scale"), ("flash", "scale"), ("interaction", "scale")]
 PROBABILITIES = [
-    *((name, p) for name in ("target", "flash", "target module", "self") for p in ("dropout",)),
+    *((name, "dropout") for name in ("target", "flash", "target module", "self", "layer")),
     *((name, "row_dropout") for name in ("target", "flash", "target module", "self", "layer")),
     ("layer", "attention_dropout"),
-    ("layer", "dropout"),
+    *(("config", "dropout"), ("config", "row_dropout"), ("encoder", "dropout")),
 ]
 FLAGS = [
     ("flash", "causal"),
@@ -70,6 +106,10 @@ FLAGS = [
     ("self", "bias"),
     ("interaction", "fused"),
     ("recency", "ages"),
+    *(("config", "recency_bias"), ("config", "value_projection")),
+    *(("encoder", "causal"), ("encoder", "user_embedding")),
+    *(("collection", "is_weighted"), ("collection", "single_lookup")),
+    *(("event feature", "is_weighted"), ("pca", "trainable"), ("sampler", "drop_last")),
 ]
 
 

@@ -117,14 +117,8 @@ def test_seconds_of_this_century():
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="out_dim must be at least 1, got 0"):
-        EventBasedFeature(make_tables(), 0)
     with pytest.raises(ValueError, match="tables must hold at least one EmbeddingBagConfig"):
         EventBasedFeature([], 6)
-    with pytest.raises(TypeError, match="is_weighted must be a bool, got 1"):
-        EventBasedFeature(make_tables(), 6, is_weighted=1)
-    with pytest.raises(TypeError, match=r"out_dim must be an int, got 6\.0"):
-        EventBasedFeature(make_tables(), 6.0)
     with pytest.raises(ValueError, match="periods must be positive and finite, got"):
         TimeEncoding(periods=(3.0, 0.0))
     with pytest.raises(TypeError, match=r"periods must be a tuple of numbers, got 3\.0"):

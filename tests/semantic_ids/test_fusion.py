@@ -163,8 +163,6 @@ def test_cosines_of_any_scale(factor):
         ({"embeddings": {}}, ValueError, "embeddings must hold at least one width, got none"),
         ({"embeddings": ["text"]}, TypeError, "embeddings must be sizes by name, got a list"),
         ({"labels": {"kind": 0}}, ValueError, r"labels\['kind'\] must be at least 1, got 0"),
-        ({"hidden_dim": 2.0}, TypeError, r"hidden_dim must be an int, got 2\.0"),
-        ({"latent_dim": 0}, ValueError, "latent_dim must be at least 1, got 0"),
         ({"losses": ["mse"]}, TypeError, "losses must be by name, got a list"),
         ({"weights": {"kind": -1.0}}, ValueError, r"weights\['kind'\] must be finite and not neg"),
         ({"weights": {"kind": "1"}}, TypeError, r"weights\['kind'\] must be a number, got '1'"),

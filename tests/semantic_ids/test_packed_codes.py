@@ -94,8 +94,6 @@ def test_numbers_of_numpy():
     ids = PackedCodes(np.uint8(200), np.uint8(5))
     assert ids == PackedCodes(200, 5)
     assert (type(ids.num_codes), type(ids.num_levels)) == (int, int)
-    with pytest.raises(TypeError, match="num_levels must be an int, got True"):
-        PackedCodes(3, True)
 
 
 def test_compiled_with_changing_lengths(device):
@@ -122,9 +120,6 @@ def test_words_hold_the_bytes(num_codes, device):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((0,), ValueError, "num_codes must be at least 1, got 0"),
-        ((2.0,), TypeError, r"num_codes must be an int, got 2\.0"),
-        ((True,), TypeError, "num_codes must be an int, got True"),
         ((4, 4), ValueError, "num_levels must be odd and 3 to 255, got 4"),
         ((4, 1), ValueError, "num_levels must be odd and 3 to 255, got 1"),
         ((4, 257), ValueError, "num_levels must be odd and 3 to 255, got 257"),
