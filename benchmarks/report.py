@@ -31,7 +31,7 @@ from figures import RESULTS, Figures, files_of, parsed, shown
 from specs import TABLES, Table
 
 from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
-from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments
+from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments, ProjectionWeights
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
@@ -171,9 +171,10 @@ def least_materialized(kind: str, dtype: torch.dtype, num_heads: int, *, project
     """The least number of targets a sample of which keys and values are made, of width 128."""
     with FakeTensorMode():
         weight = torch.empty(128, 128)
+        out_weight = weight if projected else None
         args = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
             history=torch.empty(1, 128, device=kind, dtype=dtype), num_heads=num_heads,
-            q_weight=weight, out_weight=weight if projected else None,
+            weights=ProjectionWeights(weight, None, None, None, out_weight, None),
             keys_and_values="auto", score="softmax",
         )  # fmt: skip
         return next(

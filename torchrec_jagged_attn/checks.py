@@ -236,10 +236,11 @@ def check_biases(
     num_samples: int,
     biases: Biases,
     prior_weights: Tensor | None,
+    relative_bias: Tensor | None = None,
 ) -> None:
     """What ``num_rows`` key rows of ``num_samples`` may add to the scores of ``query``'s heads."""
     num_heads = query.shape[-2]
-    bias, position_bias, age_bias, timestamps, request_time, *_, relative_bias = biases
+    bias, position_bias, age_bias, timestamps, request_time, *_ = biases
     check_same(
         query, query_name, dtype=False,
         bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,

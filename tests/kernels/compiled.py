@@ -37,6 +37,7 @@ from torchrec_jagged_attn import (
     jagged_softmax,
     jagged_target_attention,
 )
+from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.interaction import gradients as interaction_gradients
 from torchrec_jagged_attn.ops import jagged_dense_add, jagged_dense_mul
 from torchrec_jagged_attn.runtime.launch import Launcher, as_constexprs
@@ -143,13 +144,15 @@ def target_with_lse(
     args = TargetArguments(
         query, zeros(N, width, dtype=dtype), OFFSETS, query_offsets,
         indices=torch.zeros(N, dtype=torch.int64) if jagged else None,
-        bias=torch.ones(N, requires_grad=True),
-        position_bias=zeros(9, 4, dtype=FP32),
-        age_bias=zeros(5, 4, dtype=FP32),
-        timestamps=torch.zeros(N, dtype=torch.int64),
-        request_time=torch.zeros(4, dtype=torch.int64),
-        row_dropout=drops, dropout=drops,
-        places=torch.arange(N), ends=OFFSETS[1:],
+        biases=Biases(
+            bias=torch.ones(N, requires_grad=True),
+            position_bias=zeros(9, 4, dtype=FP32),
+            age_bias=zeros(5, 4, dtype=FP32),
+            timestamps=torch.zeros(N, dtype=torch.int64),
+            request_time=torch.zeros(4, dtype=torch.int64),
+            row_dropout=drops, dropout=drops,
+        ),
+        row_numbers=torch.arange(N), row_number_ends=OFFSETS[1:],
         scale=0.125, score="softmax", num_levels=0, for_backward=True,
     )  # fmt: skip
     out, lse = target_attention_with_lse(args)

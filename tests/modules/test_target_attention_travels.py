@@ -29,7 +29,7 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
 )
 from torchrec_jagged_attn.flash_attention import api as flash_attention
-from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments
+from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments, ProjectionWeights
 from torchrec_jagged_attn.target_attention.multi_head import is_materialized
 
 
@@ -314,8 +314,10 @@ def test_wide_heads_never_materialize_keys_and_values():
         arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
             target=torch.empty(1, 5000, 516, device="cuda"), num_heads=1, keys_and_values="auto",
             history=torch.empty(9, 512, device="cuda"), score="softmax",
-            q_weight=torch.empty(516, 516), k_weight=torch.empty(516, 512),
-            v_weight=torch.empty(516, 512), out_weight=torch.empty(516, 516),
+            weights=ProjectionWeights(
+                torch.empty(516, 516), torch.empty(516, 512), torch.empty(516, 512), None,
+                torch.empty(516, 516), None,
+            ),
         )  # fmt: skip
         assert not is_materialized(arguments)
 
@@ -343,10 +345,12 @@ def test_auto_counts_what_either_way_takes(
             target = torch.empty(num_samples, num_targets, 128, device=device_type, dtype=dtype)
             history = torch.empty(9, 128, device=device_type, dtype=dtype)
             offsets = torch.empty(num_samples + 1, device=device_type, dtype=torch.int64)
+            weight = torch.empty(128, 128)
+            out_weight = weight if projected else None
             arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
                 target=target, history=history, offsets=offsets, num_heads=4,
-                q_weight=torch.empty(128, 128), keys_and_values="auto", score="softmax",
-                out_weight=torch.empty(128, 128) if projected else None,
+                weights=ProjectionWeights(weight, None, None, None, out_weight, None),
+                keys_and_values="auto", score="softmax",
             )  # fmt: skip
             if jagged:
                 arguments = arguments._replace(target=target.flatten(0, 1), query_offsets=offsets)

@@ -39,6 +39,7 @@ from torchrec_jagged_attn.ops import (
 )
 from torchrec_jagged_attn.runtime import calls
 from torchrec_jagged_attn.runtime.launch import Launcher
+from torchrec_jagged_attn.runtime.registration import flatten
 from torchrec_jagged_attn.target_attention import api as target_attention
 
 LENGTHS = [3, 0, 5], [1, 9, 2, 30], [0, 0], [4]
@@ -343,13 +344,13 @@ def of_silu_target(lengths, device):
 def of_placed_target(lengths, device):
     """Rows that are every second one of a larger batch."""
     _, leaves, rest = of_target_of_requests(lengths, device)
-    rest["places"] = 2 * torch.arange(sum(lengths), device=device)
-    rest["ends"] = 2 * rest["offsets"][1:]
+    rest["row_numbers"] = 2 * torch.arange(sum(lengths), device=device)
+    rest["row_number_ends"] = 2 * rest["offsets"][1:]
     rest["row_dropout"] = rest["dropout"] = torch.tensor([7, 2**30], device=device)
 
     def attend(**inputs):
         arguments = arguments_of(inputs, score="silu", for_backward=torch.is_grad_enabled())
-        return target_attention.call_target_attention(*arguments)
+        return target_attention.call_target_attention(*flatten(arguments))
 
     return attend, leaves, rest
 

@@ -12,6 +12,7 @@ from tests.oracles import ScoreBiases, recency_bias_oracle
 from tests.target_attention.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
+from torchrec_jagged_attn.runtime.registration import flatten
 from torchrec_jagged_attn.target_attention.api import call_target_attention
 from torchrec_jagged_attn.target_attention.api import target_attention_with_lse as attend_with_lse
 
@@ -52,8 +53,8 @@ def attend_by_owner(owners, **inputs):
         args = arguments_of(
             inputs | of_rows,
             offsets=offsets_of(lengths, torch.int64, owners.device),
-            places=own.to(inputs["offsets"].dtype),
-            ends=inputs["offsets"][1:],
+            row_numbers=own.to(inputs["offsets"].dtype),
+            row_number_ends=inputs["offsets"][1:],
             scale=SCALE,
         )
         out, lse = attend_with_lse(args)
@@ -232,7 +233,7 @@ def test_without_a_gradient(num_targets, device):
         attend_with_lse(args._replace(for_backward=False)), (out, lse), strict=True
     ):
         assert torch.equal(x, expected)
-    assert torch.equal(out, call_target_attention(*args))
+    assert torch.equal(out, call_target_attention(*flatten(args)))
 
 
 @pytest.mark.parametrize("num_targets", [1, 9])
@@ -265,7 +266,10 @@ def test_gradcheck(others):
 
     def function(*leaves):
         given = inputs | dict(zip(names, leaves, strict=True))
-        given |= {"places": torch.arange(12) * 7 % 12, "ends": torch.tensor([12, 30, 40, 50, 60])}
+        given |= {
+            "row_numbers": torch.arange(12) * 7 % 12,
+            "row_number_ends": torch.tensor([12, 30, 40, 50, 60]),
+        }
         out, lse = attend_with_lse(arguments_of(given, scale=SCALE))
         return out, lse.masked_fill(lse == -torch.inf, 0)
 
@@ -274,19 +278,30 @@ def test_gradcheck(others):
 
 def test_errors(device):
     inputs = make_inputs(device, torch.float32, others="tables", lengths=FEWER)
-    places, ends = torch.arange(64, device=device), inputs["offsets"][1:]
+    numbers, ends = torch.arange(64, device=device), inputs["offsets"][1:]
 
     def refuses(match, error=ValueError, **others):
         with pytest.raises(error, match=match):
             attend_with_lse(arguments_of(inputs, **others))
 
     refuses("score must be \"softmax\" for log-sum-exps, got 'silu'", score="silu")
-    refuses("places and ends must be given together, got places alone", places=places)
-    refuses("places and ends must be given together, got ends alone", ends=ends)
-    refuses(r"places must have shape \[N\]", places=places[:3], ends=ends)
-    refuses(r"ends must have shape \[B\]", places=places, ends=ends[:3])
-    refuses("ends must be torch.int64 as places is", TypeError, places=places, ends=ends.int())
     refuses(
-        "request_time must be given with places and timestamps, got None",
-        places=places, ends=ends, request_time=None,
+        "row_numbers and row_number_ends must be given together, got row_numbers alone",
+        row_numbers=numbers,
+    )
+    refuses(
+        "row_numbers and row_number_ends must be given together, got row_number_ends alone",
+        row_number_ends=ends,
+    )
+    refuses(r"row_numbers must have shape \[N\]", row_numbers=numbers[:3], row_number_ends=ends)
+    refuses(r"row_number_ends must have shape \[B\]", row_numbers=numbers, row_number_ends=ends[:3])
+    refuses(
+        "row_number_ends must be torch.int64 as row_numbers is",
+        TypeError,
+        row_numbers=numbers,
+        row_number_ends=ends.int(),
+    )
+    refuses(
+        "request_time must be given with row_numbers and timestamps, got None",
+        row_numbers=numbers, row_number_ends=ends, request_time=None,
     )  # fmt: skip

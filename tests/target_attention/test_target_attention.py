@@ -17,7 +17,9 @@ from tests.oracles import target_attention_oracle
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.runtime.registration import flatten
 from torchrec_jagged_attn.target_attention.arguments import TargetArguments
 
 CPU = torch.device("cpu")
@@ -647,7 +649,7 @@ def test_other_samples_never_matter(device, bias, num_targets, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck_without_a_gradient(dtype, device):
     inputs = inputs_of([3, 0, 5], device, dtype, num_targets=2)
-    arguments = arguments_of(inputs, for_backward=False)
+    arguments = flatten(arguments_of(inputs, for_backward=False))
     op = torch.ops.torchrec_jagged_attn.target_attention.default
     opcheck(op, arguments)
     inputs["query"].requires_grad_()
@@ -659,31 +661,33 @@ def arguments_of(inputs, **others):
     """Of ``torch.ops.torchrec_jagged_attn.target_attention``: ``others`` take the place of what is
     in ``inputs`` and here.
     """
-    nothing = dict.fromkeys(TargetArguments._fields)
-    options = {"scale": 0.25, "score": "softmax", "num_levels": 0}
-    return TargetArguments(**nothing | options | {"for_backward": True} | inputs | others)
+    options = {"scale": 0.25, "score": "softmax", "num_levels": 0, "for_backward": True}
+    given = options | inputs | others
+    biases = Biases(**{name: given.pop(name) for name in Biases._fields if name in given})
+    return TargetArguments(**dict.fromkeys(TargetArguments._fields) | given | {"biases": biases})
 
 
 def arguments_of_op(inputs, *, jagged=False, **others):
-    """Likewise, with all biases of three samples of eight rows and, if ``jagged``, six targets."""
+    """Likewise, one by one, with all biases of three samples of eight rows and, if ``jagged``, six
+    targets.
+    """
     device = inputs["query"].device
     query, query_offsets = inputs["query"].requires_grad_(), None
     if jagged:
         query_offsets = torch.tensor([0, 1, 1, 6], device=device)
         query = query.detach().flatten(0, 1).requires_grad_()
-    arguments = arguments_of(
-        inputs,
-        query=query,
-        query_offsets=query_offsets,
-        bias=torch.randn(8, 2, device=device, requires_grad=True),
-        position_bias=torch.randn(3, 2, device=device, requires_grad=True),
-        age_bias=torch.randn(5, 2, device=device, requires_grad=True),
-        timestamps=torch.arange(8, device=device),
-        request_time=torch.tensor([9, 0, 6], device=device) if jagged else None,
-        row_dropout=torch.tensor([7, 2**31], device=device),
-        dropout=torch.tensor([9, 2**30], device=device),
-    )
-    return arguments._replace(**others)
+    given = {
+        "query": query,
+        "query_offsets": query_offsets,
+        "bias": torch.randn(8, 2, device=device, requires_grad=True),
+        "position_bias": torch.randn(3, 2, device=device, requires_grad=True),
+        "age_bias": torch.randn(5, 2, device=device, requires_grad=True),
+        "timestamps": torch.arange(8, device=device),
+        "request_time": torch.tensor([9, 0, 6], device=device) if jagged else None,
+        "row_dropout": torch.tensor([7, 2**31], device=device),
+        "dropout": torch.tensor([9, 2**30], device=device),
+    }
+    return flatten(arguments_of(inputs, **given | others))
 
 
 @pytest.mark.parametrize(

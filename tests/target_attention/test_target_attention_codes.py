@@ -14,6 +14,7 @@ from tests.target_attention.test_target_attention import arguments_of
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.runtime.registration import flatten
 from torchrec_jagged_attn.semantic_ids import PackedCodes
 
 CPU = torch.device("cpu")
@@ -159,7 +160,7 @@ def test_opcheck(device):
     for name in ("query", "position_bias", "age_bias"):
         inputs[name].requires_grad_()
     history = inputs["history"].contiguous()
-    arguments = arguments_of(inputs, history=history, num_levels=3)
+    arguments = flatten(arguments_of(inputs, history=history, num_levels=3))
     opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
 
 

@@ -1,7 +1,6 @@
 """Records of what both kinds of attention take."""
 
-from __future__ import annotations
-
+# torch.jit.script reads annotations of records, so they are no strings here.
 from typing import NamedTuple
 
 from torch import Tensor
@@ -28,12 +27,6 @@ class Biases(NamedTuple):
         row_dropout: ``[2]`` int64, see ``attention/dropout.py``: rows that it drops have a bias of
             ``-inf``.
         dropout: ``[2]`` int64, see there: weights that it drops are zero, and the others larger.
-        places: ``[N]`` int32 or int64, where the rows are some of a larger batch: the number that
-            each has there, by which it draws and its position is counted. ``None`` of a batch that
-            is whole. Ages are then counted from ``request_time``.
-        ends: ``[B]``, in the same dtype, with ``places`` alone: the number after the last row that
-            each sample has there.
-        relative_bias: ``[R, H]``, by the bucket of the distance of a query and a key.
     """
 
     bias: Tensor | None = None
@@ -43,9 +36,6 @@ class Biases(NamedTuple):
     request_time: Tensor | None = None
     row_dropout: Tensor | None = None
     dropout: Tensor | None = None
-    places: Tensor | None = None
-    ends: Tensor | None = None
-    relative_bias: Tensor | None = None
 
     @property
     def are_prior_weights(self) -> bool:

@@ -8,17 +8,14 @@ from torch import Tensor
 __all__ = ["are_among", "dropped_rows", "element_draws", "weight_factors"]
 
 
-def dropped_rows(row_dropout: Tensor, num_rows: int, places: Tensor | None = None) -> Tensor:
+def dropped_rows(row_dropout: Tensor, num_rows: int, row_numbers: Tensor | None = None) -> Tensor:
     """``[N]``: whether ``row_dropout`` (``[2]`` int64: a seed, and how many of 2^32 draws drop)
-    drops each row, which draws by its number or, if given, by its place.
+    drops each row, which draws by its index or, if given, by its row number.
     """
     seed, drops = row_dropout.unbind()
-    return (
-        _draws(
-            seed, torch.arange(num_rows, device=seed.device) if places is None else places.long()
-        )
-        < drops
-    )
+    if row_numbers is None:
+        row_numbers = torch.arange(num_rows, device=seed.device)
+    return _draws(seed, row_numbers.long()) < drops
 
 
 def weight_factors(dropout: Tensor, r: Tensor, n: Tensor) -> Tensor:

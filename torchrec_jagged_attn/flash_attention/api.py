@@ -199,10 +199,8 @@ def jagged_flash_attention(
     check_width(v.shape[2], "v")
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
-    biases = Biases(
-        bias, position_bias, age_bias, timestamps, request_time, relative_bias=relative_bias
-    )
-    check_biases(q, "q", k.shape[0], kv_offsets.numel() - 1, biases, prior_weights)
+    biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
+    check_biases(q, "q", k.shape[0], kv_offsets.numel() - 1, biases, prior_weights, relative_bias)
     if q.shape[1] == 0:
         raise ValueError(f"q must have at least one head, got {list(q.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
@@ -232,8 +230,9 @@ def forward(args: FlashArguments) -> FlashOutputs:
     """Attend; see :class:`FlashArguments`."""
     check_offsets_values(args.q_offsets, args.q.shape[0], "q_offsets")
     check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets")
-    if args.bias is not None and args.bias.dim() == 1:
-        check_finite(args.bias, "prior_weights")
+    bias = args.biases.bias
+    if bias is not None and args.biases.are_prior_weights:
+        check_finite(bias, "prior_weights")
     return implementation_of(args.q, cpu, kernels).forward(args)
 
 
@@ -247,7 +246,7 @@ def _backward(
     grad_out: Tensor, args: FlashArguments, outputs: FlashOutputs, needs: FlashArguments
 ) -> FlashGradients:
     grad_k, grad_v = (x.new_empty(x.shape) for x in (args.k, args.v))
-    return backward(grad_out, args, outputs, grad_k, grad_v, bool(needs.bias))
+    return backward(grad_out, args, outputs, grad_k, grad_v, bool(needs.biases.bias))
 
 
 def backward(
@@ -265,7 +264,8 @@ def backward(
     """
     of_device = implementation_of(args.q, cpu, kernels)
     grads = of_device.backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
-    return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
+    grad_bias = bias_gradient(grads.bias, args.biases.bias) if needs_bias else None
+    return grads._replace(bias=grad_bias)
 
 
 def _flops(args: FlashArguments, needs: FlashArguments | None) -> int:

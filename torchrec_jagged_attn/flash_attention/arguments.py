@@ -1,7 +1,7 @@
 """Records of what the ops take, return and give as gradients.
 
-The fields of a record are the arguments of an op's schema, in their order. Of the gradients, each
-has the name of the argument that it belongs to, and is ``None`` if not requested.
+The fields of a record, and of records in it, are the arguments of an op's schema. Of the gradients,
+each has the name of the argument that it belongs to, and is ``None`` if not requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class FlashArguments(NamedTuple):
     """Arguments of ``flash_attention``: see :func:`jagged_flash_attention`.
 
     Attributes:
-        bias: see :class:`Biases`.
+        biases: of keys.
+        relative_bias: ``[R, H]``, by the bucket of the distance of a query and a key.
         window: how many keys each query sees at most; 0 for all.
         needs_stats: whether the statistics of the softmax are returned. Kernels always keep them,
             for the gradient.
@@ -30,32 +31,12 @@ class FlashArguments(NamedTuple):
     v: Tensor
     q_offsets: Tensor
     kv_offsets: Tensor
-    bias: Tensor | None
-    position_bias: Tensor | None
-    age_bias: Tensor | None
-    timestamps: Tensor | None
-    request_time: Tensor | None
-    row_dropout: Tensor | None
-    dropout: Tensor | None
+    biases: Biases
     relative_bias: Tensor | None
     causal: bool
     window: int
     scale: float
     needs_stats: bool
-
-    @property
-    def biases(self) -> Biases:
-        """What is added to the scores."""
-        return Biases(
-            self.bias,
-            self.position_bias,
-            self.age_bias,
-            self.timestamps,
-            self.request_time,
-            self.row_dropout,
-            self.dropout,
-            relative_bias=self.relative_bias,
-        )
 
 
 class FlashOutputs(NamedTuple):

@@ -150,12 +150,12 @@ std::pair<T, T> weight_and_slope(T x, int64_t score) {
 struct Dropout {
   uint64_t seed;
   int64_t drops;
-  const int64_t* places;  // by which rows of keys draw, if not by their numbers
+  const int64_t* row_numbers;  // by which rows of keys draw, if not by their indices
 
-  Dropout(const Tensor& x, const optional<Tensor>& places)
+  Dropout(const Tensor& x, const optional<Tensor>& row_numbers)
       : seed(x.const_data_ptr<int64_t>()[0]),
         drops(x.const_data_ptr<int64_t>()[1]),
-        places(places ? places->const_data_ptr<int64_t>() : nullptr) {}
+        row_numbers(row_numbers ? row_numbers->const_data_ptr<int64_t>() : nullptr) {}
 
   double factor() const { return double(int64_t{1} << 32) / ((int64_t{1} << 32) - drops); }
 
@@ -167,15 +167,15 @@ struct Dropout {
   }
 
   bool is_dropped(uint32_t draw, int64_t n) const {
-    uint32_t x = draw ^ uint32_t(places ? places[n] : n) * 0x9E3779B1;
+    uint32_t x = draw ^ uint32_t(row_numbers ? row_numbers[n] : n) * 0x9E3779B1;
     x = (x ^ (x >> 16)) * 0x85EBCA6B;
     x = (x ^ (x >> 13)) * 0xC2B2AE35;
     return (x ^ (x >> 16)) < drops;
   }
 };
 
-optional<Dropout> drawn(const optional<Tensor>& dropout, const optional<Tensor>& places) {
-  return dropout ? optional<Dropout>(std::in_place, *dropout, places) : std::nullopt;
+optional<Dropout> drawn(const optional<Tensor>& dropout, const optional<Tensor>& row_numbers) {
+  return dropout ? optional<Dropout>(std::in_place, *dropout, row_numbers) : std::nullopt;
 }
 
 struct Attention {
@@ -530,9 +530,9 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
                const Tensor& kv_offsets, const optional<Tensor>& indices,
                const optional<Tensor>& bias, const optional<Tensor>& by_distance, bool causal,
                int64_t window, int64_t score, const optional<Tensor>& dropout,
-               const optional<Tensor>& places, const Tensor& stats) {
+               const optional<Tensor>& row_numbers, const Tensor& stats) {
   const Attention attention{q.size(1), k.size(1), bias,  by_distance,
-                            causal,    window,    score, drawn(dropout, places)};
+                            causal,    window,    score, drawn(dropout, row_numbers)};
   Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
   const auto samples = cut(samples_of(q_offsets, kv_offsets), window);
   if (indices)
@@ -671,10 +671,11 @@ Tensor backward(const Tensor& grad_out, const optional<Tensor>& grad_lse, const 
                 const Tensor& kv_offsets, const optional<Tensor>& indices,
                 const optional<Tensor>& bias, const optional<Tensor>& by_distance, bool causal,
                 int64_t window, int64_t score, const optional<Tensor>& dropout,
-                const optional<Tensor>& places, const Tensor& grad_k, const optional<Tensor>& grad_v,
-                const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance) {
+                const optional<Tensor>& row_numbers, const Tensor& grad_k,
+                const optional<Tensor>& grad_v, const optional<Tensor>& grad_bias,
+                const optional<Tensor>& grad_by_distance) {
   const Attention attention{q.size(1), k.size(1), bias,  by_distance,
-                            causal,    window,    score, drawn(dropout, places)};
+                            causal,    window,    score, drawn(dropout, row_numbers)};
   const Tensor grad_q = q.new_zeros(q.sizes());
   const auto samples = samples_of(q_offsets, kv_offsets);
   if (indices) {
@@ -711,12 +712,12 @@ TORCH_LIBRARY(torchrec_jagged_attn_flash_attention, library) {
   library.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets,"
       " Tensor? indices, Tensor? bias, Tensor? by_distance, bool causal, int window, int score,"
-      " Tensor? dropout, Tensor? places, Tensor(a!) stats) -> Tensor",
+      " Tensor? dropout, Tensor? row_numbers, Tensor(a!) stats) -> Tensor",
       forward);
   library.def(
       "backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor q_offsets,"
       " Tensor kv_offsets, Tensor? indices, Tensor? bias, Tensor? by_distance, bool causal,"
-      " int window, int score, Tensor? dropout, Tensor? places, Tensor(a!) grad_k,"
+      " int window, int score, Tensor? dropout, Tensor? row_numbers, Tensor(a!) grad_k,"
       " Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
       backward);
 }

@@ -42,16 +42,16 @@ class Additions(NamedTuple):
     Attributes:
         score: one of ``SCORES``.
         indices: ``[N]``: keys are values, and the rows of ``k`` that these name.
-        places: ``[N]``, see :class:`Biases`.
-        ends: ``[B]``, see there.
+        row_numbers: ``[N]``, see :class:`TargetArguments`.
+        row_number_ends: ``[B]``, see there.
         grad_lse: ``[M, H]``, the gradient of the log-sum-exps of queries; zero where they see
             nothing.
     """
 
     score: str = "softmax"
     indices: Tensor | None = None
-    places: Tensor | None = None
-    ends: Tensor | None = None
+    row_numbers: Tensor | None = None
+    row_number_ends: Tensor | None = None
     grad_lse: Tensor | None = None
 
 
@@ -73,7 +73,7 @@ class _Operands(NamedTuple):
     window: int
     score: int  # its place in SCORES
     dropout: Tensor | None
-    places: Tensor | None  # [N] int64, by which weights are dropped
+    row_numbers: Tensor | None  # [N] int64, by which weights are dropped
 
 
 def forward(args: FlashArguments) -> FlashOutputs:
@@ -113,7 +113,7 @@ def backward(
     Whether the gradient of ``bias`` is needed changes nothing here.
     """
     x, (position_bucket, age_bucket) = _operands(args, more)
-    relative_bias = args.relative_bias
+    biases, relative_bias = args.biases, args.relative_bias
     grad_bias_HN = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
     grad_by_distance = bucket_of_distance = None
     if relative_bias is not None:
@@ -135,9 +135,9 @@ def backward(
         q=grad_q.mul_(args.scale).to(args.q.dtype),
         k=grad_k,
         v=grad_v,
-        bias=_bias_gradient(grad_bias_NH, None, args.bias),
-        position_bias=_bias_gradient(grad_bias_NH, position_bucket, args.position_bias),
-        age_bias=_bias_gradient(grad_bias_NH, age_bucket, args.age_bias),
+        bias=_bias_gradient(grad_bias_NH, None, biases.bias),
+        position_bias=_bias_gradient(grad_bias_NH, position_bucket, biases.position_bias),
+        age_bias=_bias_gradient(grad_bias_NH, age_bucket, biases.age_bias),
         relative_bias=_bias_gradient(grad_by_distance, bucket_of_distance, relative_bias),
     )
 
@@ -148,14 +148,15 @@ def _operands(
     """What is computed with, and ``[N]`` buckets of the positions and ages of keys."""
     q, k, v, q_offsets, kv_offsets = args[:5]
     dtype = compute_dtype(q)
-    num_keys, places = int(kv_offsets[-1]), more.places
-    biases = args.biases._replace(places=places, ends=more.ends)
-    bias_HN, buckets = bias_of_keys(dtype, q.shape[1], kv_offsets, num_keys, biases)
+    num_keys, numbers, ends = int(kv_offsets[-1]), more.row_numbers, more.row_number_ends
+    bias_HN, buckets = bias_of_keys(
+        dtype, q.shape[1], kv_offsets, num_keys, args.biases, numbers, ends
+    )
     by_distance = _by_distance(args.relative_bias, q_offsets, kv_offsets, dtype)
     return _Operands(
         (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, more.indices, bias_HN,
-        by_distance, args.causal, args.window, SCORES.index(more.score), args.dropout,
-        None if places is None else places.long().contiguous(),
+        by_distance, args.causal, args.window, SCORES.index(more.score),
+        args.biases.dropout, None if numbers is None else numbers.long().contiguous(),
     ), buckets  # fmt: skip
 
 
@@ -290,10 +291,10 @@ def _dropped(x_HLS: Tensor, x: _Operands, queries: slice, keys: slice) -> Tensor
         return x_HLS
     heads, num_rows, num_keys = x_HLS.shape
     r = queries.start * heads + torch.arange(num_rows * heads, device=x.dropout.device)
-    if x.places is None:
+    if x.row_numbers is None:
         n = keys.start + torch.arange(num_keys, device=x.dropout.device)
     else:
-        n = x.places[keys]
+        n = x.row_numbers[keys]
     factors = weight_factors(x.dropout, r, n).view(num_rows, heads, num_keys)
     return x_HLS * factors.to(x_HLS.dtype).transpose(0, 1)
 
@@ -329,15 +330,19 @@ def _by_distance(
 
 
 def bias_of_keys(
-    dtype: torch.dtype, num_heads: int, kv_offsets: Tensor, num_keys: int, biases: Biases
+    dtype: torch.dtype,
+    num_heads: int,
+    kv_offsets: Tensor,
+    num_keys: int,
+    biases: Biases,
+    row_numbers: Tensor | None = None,
+    row_number_ends: Tensor | None = None,
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
     """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages.
 
     On any device, and without waiting for it.
     """
-    bias, position_bias, age_bias, timestamps, request_time, row_dropout, _, places, ends, _ = (
-        biases
-    )
+    bias, position_bias, age_bias, timestamps, request_time, row_dropout, _ = biases
     positions = ages = None
     terms = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:
@@ -346,12 +351,10 @@ def bias_of_keys(
     if position_bias is not None or age_bias is not None:
         samples = JaggedLayout(kv_offsets, num_keys).sample_ids()
         if position_bias is not None:
-            newest, rows = kv_offsets[1:] - 1, places
-            if ends is not None:
-                newest = ends - 1
-            if rows is None:
-                rows = torch.arange(num_keys, device=kv_offsets.device)
-            distances = newest.index_select(0, samples) - rows
+            ends, numbers = row_number_ends, row_numbers
+            if ends is None or numbers is None:
+                ends, numbers = kv_offsets[1:], torch.arange(num_keys, device=kv_offsets.device)
+            distances = (ends - 1).index_select(0, samples) - numbers
             positions = _recency_buckets(distances, len(position_bias))
             terms.append(position_bias.to(dtype).index_select(0, positions))
         if age_bias is not None and timestamps is not None:
@@ -363,7 +366,7 @@ def bias_of_keys(
             ages = _age_buckets(reference, timestamps, len(age_bias))
             terms.append(age_bias.to(dtype).index_select(0, ages))
     if row_dropout is not None:
-        dropped = dropped_rows(row_dropout, num_keys, places).unsqueeze(1)
+        dropped = dropped_rows(row_dropout, num_keys, row_numbers).unsqueeze(1)
         zeros = torch.zeros(1, num_heads, dtype=dtype, device=dropped.device)
         terms.append(zeros.masked_fill(dropped, -torch.inf))
     total = sum(terms[1:], terms[0]).T.contiguous() if terms else None

@@ -22,14 +22,16 @@ from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.attention.dropout import draw_dropout
-from torchrec_jagged_attn.modules.target_attention_arguments import Learned, Options
+from torchrec_jagged_attn.modules.target_attention_arguments import Options
 from torchrec_jagged_attn.runtime.autocast import autocast_off
+from torchrec_jagged_attn.runtime.registration import flatten
 from torchrec_jagged_attn.target_attention.api import (
     call_target_attention,
     target_attention_with_lse,
 )
-from torchrec_jagged_attn.target_attention.arguments import TargetArguments
+from torchrec_jagged_attn.target_attention.arguments import ProjectionWeights, TargetArguments
 
 
 class OwnedRows(NamedTuple):
@@ -214,7 +216,8 @@ def attend_at_owners(
     query: Tensor,
     query_offsets: Tensor | None,
     history: RemoteHistory,
-    learned: Learned,
+    weights: ProjectionWeights,
+    biases: Biases,
     options: Options,
     dtype: torch.dtype,
 ) -> LazyAwaitable[Tensor]:
@@ -227,7 +230,8 @@ def attend_at_owners(
         query: targets ``[B, C]``; or ``[ΣT, C]``, with ``query_offsets``.
         query_offsets: ``[B + 1]``.
         history: of ``B`` samples.
-        learned: the parameters.
+        weights: of the module.
+        biases: of the module: its tables.
         options: what the module was made with.
         dtype: of products and of the output.
 
@@ -243,14 +247,16 @@ def attend_at_owners(
             "loss.backward(), got histories that were detached, as TrainPipelineSemiSync does: use "
             "TrainPipelineSparseDist"
         )
-    return _Attention(_attend_in_steps(query, query_offsets, history, learned, options, dtype))
+    steps = _attend_in_steps(query, query_offsets, history, weights, biases, options, dtype)
+    return _Attention(steps)
 
 
 def _attend_in_steps(
     query: Tensor,
     query_offsets: Tensor | None,
     history: RemoteHistory,
-    learned: Learned,
+    weights: ProjectionWeights,
+    biases: Biases,
     options: Options,
     dtype: torch.dtype,
 ) -> Iterator[Tensor]:
@@ -270,7 +276,7 @@ def _attend_in_steps(
         ends = samples.to_owners(F.pad(history.offsets()[1:].long(), (0, missing)))()
         seeds = _gather_seeds(drops, owned)
     with autocast_off(owned.rows):
-        w_q, w_k, w_v, b_q, b_v = _projections(learned, dtype)
+        w_q, w_k, w_v, b_q, b_v = _projections(weights, dtype)
         get_q = queries.to_owners(F.linear(query.to(dtype), w_q, b_q))
     yield query
 
@@ -279,7 +285,7 @@ def _attend_in_steps(
     with autocast_off(owned.rows):
         u = _by_head(get_q(), w_k.unflatten(0, of_heads)).to(owned.rows.dtype)
         u = u.unflatten(1, (options.num_heads, -1))
-        attend = functools.partial(_attend, learned, options, of_heads[1] ** -0.5)
+        attend = functools.partial(_attend, biases, options, of_heads[1] ** -0.5)
         if ends is None:
             pooled, lse = attend(u, counts, owned)
         else:  # by home, since each has its own seeds
@@ -307,10 +313,10 @@ def _attend_in_steps(
         if options.score == "softmax":
             # Of finite logarithms the softmax is finite, too, where no owner has a row that counts.
             least = torch.finfo(sums).min
-            weights = torch.softmax(F.threshold(lse, least, least), 0).unsqueeze(-1)
-            values = (values.unflatten(2, of_heads) * weights).flatten(2)
+            shares = torch.softmax(F.threshold(lse, least, least), 0).unsqueeze(-1)
+            values = (values.unflatten(2, of_heads) * shares).flatten(2)
         out = values.sum(0).to(dtype)
-        if learned.out_weight is not None:
+        if weights.out_weight is not None:
             if b_v is not None:
                 if options.score == "softmax":
                     is_filled = lse.amax((0, 2)) != -torch.inf
@@ -321,8 +327,8 @@ def _attend_in_steps(
                             query_offsets.diff(), output_size=num_queries
                         )
                 out = out + is_filled.unsqueeze(1) * b_v
-            b_out = None if learned.out_bias is None else learned.out_bias.to(dtype)
-            out = F.linear(out, learned.out_weight.to(dtype), b_out)
+            b_out = None if weights.out_bias is None else weights.out_bias.to(dtype)
+            out = F.linear(out, weights.out_weight.to(dtype), b_out)
     yield out
 
 
@@ -335,13 +341,13 @@ def _by_head(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _projections(
-    learned: Learned, dtype: torch.dtype
+    weights: ProjectionWeights, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Weights of queries, keys and values, and the biases of queries and values."""
-    w_q, w_k, w_v = learned.q_weight.to(dtype), learned.k_weight, learned.v_weight
+    w_q, w_k, w_v, b_q, *_ = weights
+    w_q, b_v = w_q.to(dtype), None
     if w_k is None:
         w_q, w_k, w_v = w_q.chunk(3)
-    b_q, b_v = learned.in_bias, None
     if b_q is not None and w_v is not None:
         b_q, _, b_v = b_q.chunk(3)
     w_v, b_q, b_v = (None if x is None else x.to(dtype) for x in (w_v, b_q, b_v))
@@ -373,7 +379,7 @@ def _gather_seeds(drops: tuple[int, int], owned: OwnedRows) -> list[tuple[Tensor
 
 
 def _attend(
-    learned: Learned,
+    biases: Biases,
     options: Options,
     scale: float,
     u: Tensor,
@@ -386,7 +392,7 @@ def _attend(
     other scores than the softmax, ``[R, 0]``.
 
     Args:
-        learned: the parameters.
+        biases: of the module: its tables.
         options: what the module was made with.
         scale: of the scores.
         u: ``[R, H, D]``, the queries.
@@ -406,15 +412,17 @@ def _attend(
         offsets=_offsets(lengths),
         query_offsets=None if counts is None else _offsets(counts),
         indices=None,
-        bias=owned.prior_weights,
-        position_bias=learned.position_bias,
-        age_bias=learned.age_bias,
-        timestamps=None if owned.ages is None else -owned.ages,
-        request_time=None if owned.ages is None else zeros,
-        row_dropout=seeds[0],
-        dropout=seeds[1],
-        places=positions,
-        ends=zeros if ends is None else ends,
+        biases=Biases(
+            owned.prior_weights,
+            biases.position_bias,
+            biases.age_bias,
+            timestamps=None if owned.ages is None else -owned.ages,
+            request_time=None if owned.ages is None else zeros,
+            row_dropout=seeds[0],
+            dropout=seeds[1],
+        ),
+        row_numbers=positions,
+        row_number_ends=zeros if ends is None else ends,
         scale=scale,
         score=options.score,
         num_levels=0,
@@ -423,7 +431,7 @@ def _attend(
     if options.score == "softmax":
         out, lse = target_attention_with_lse(args)
         return out.view(u.shape), lse.view(u.shape[:2])
-    return call_target_attention(*args).view(u.shape), u.new_empty(u.shape[0], 0)
+    return call_target_attention(*flatten(args)).view(u.shape), u.new_empty(u.shape[0], 0)
 
 
 def _split(x: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:

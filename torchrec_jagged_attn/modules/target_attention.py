@@ -27,7 +27,6 @@ from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, attend_at_owners
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.modules.target_attention_arguments import (
-    Learned,
     Options,
     check_codes,
     check_inputs,
@@ -37,7 +36,7 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
 from torchrec_jagged_attn.runtime.autocast import autocast_dtype, autocast_off
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
-from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments
+from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments, ProjectionWeights
 from torchrec_jagged_attn.target_attention.multi_head import (
     call_multi_head_target_attention,
     is_materialized,
@@ -340,24 +339,16 @@ class JaggedTargetAttention(nn.Module):
             position_bias = self.recency_bias.position_weight
             age_bias = self.recency_bias.age_weight
         if self.in_proj_weight is not None:
-            weights = (self.in_proj_weight, None, None)
+            of_inputs = (self.in_proj_weight, None, None)
         else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            of_inputs = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         out_weight = out_bias = None
         if self.out_proj is not None:
             out_weight, out_bias = self.out_proj.weight, self.out_proj.bias
-        learned = Learned(
-            *weights,
-            self.in_proj_bias,
-            out_weight,
-            out_bias,
-            position_bias,
-            age_bias,
-            self.history_mean,
-            self.history_basis,
-        )
+        weights = ProjectionWeights(*of_inputs, self.in_proj_bias, out_weight, out_bias)
+        biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
         return _attend(
-            target, history, timestamps, prior_weights, indices, request_time, learned,
+            target, history, indices, weights, biases, self.history_basis, self.history_mean,
             self._options(),
         )  # fmt: skip
 
@@ -428,10 +419,8 @@ class JaggedTargetAttention(nn.Module):
             position_bias = self.recency_bias.position_weight
             age_bias = self.recency_bias.age_weight
         rows, offsets = history.values(), history.offsets()
-        check_inputs(
-            target, None, rows, offsets, None, age_bias, timestamps, request_time, prior_weights,
-            self._options(),
-        )  # fmt: skip
+        biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
+        check_inputs(target, None, rows, offsets, None, biases, self._options())
         if prior_weights is not None:
             check_finite(prior_weights, "prior_weights")
         if self.in_proj_weight is not None:
@@ -447,7 +436,6 @@ class JaggedTargetAttention(nn.Module):
         dtype = torch.promote_types(rows.dtype, torch.float32)
         if self.in_proj_bias is not None:
             b_q = self.in_proj_bias[: self.embed_dim].to(dtype)
-        biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
         with autocast_off(rows):
             q = F.linear(target.to(dtype), w_q.to(dtype), b_q)
             by_head = w_k.to(dtype).view(self.num_heads, self.head_dim, rows.shape[1])
@@ -481,11 +469,11 @@ class JaggedTargetAttention(nn.Module):
 def _attend(
     target: Tensor | JaggedTensor,
     history: JaggedTensor,
-    timestamps: Tensor | None,
-    prior_weights: Tensor | None,
     indices: Tensor | None,
-    request_time: Tensor | None,
-    learned: Learned,
+    weights: ProjectionWeights,
+    biases: Biases,
+    basis: Tensor | None,
+    mean: Tensor | None,
     options: Options,
 ) -> Tensor:
     """``JaggedTargetAttention.forward`` with all it reads as arguments."""
@@ -497,15 +485,12 @@ def _attend(
     if not is_scripting() and not isinstance(history, JaggedTensor):
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
-    q_weight, k_weight, v_weight = learned.q_weight, learned.k_weight, learned.v_weight
-    out_weight = learned.out_weight  # torch.jit.script narrows variables from None, not fields
+    # torch.jit.script narrows variables from None, not fields.
+    q_weight, k_weight, v_weight, in_bias, out_weight, out_bias = weights
     dtype = q_weight.dtype if out_weight is None else out_weight.dtype
     num_levels = options.num_levels
     if not is_scripting():
-        check_inputs(
-            query, query_offsets, rows, offsets, indices, learned.age_bias, timestamps,
-            request_time, prior_weights, options,
-        )  # fmt: skip
+        check_inputs(query, query_offsets, rows, offsets, indices, biases, options)
         dtype = _dtype_of_products(dtype, rows)
         if num_levels > 0 and dtype not in supported_dtypes(rows.device):
             raise TypeError(
@@ -513,7 +498,7 @@ def _attend(
                 f"got {dtype}"
             )
         if isinstance(history, RemoteHistory):
-            if prior_weights is not None and prior_weights.requires_grad:
+            if biases.bias is not None and biases.bias.requires_grad:
                 raise NotImplementedError(
                     "prior_weights must require no gradient where rows of histories stay with "
                     "HistoryEmbeddingCollectionSharder, got some that do: give "
@@ -521,33 +506,24 @@ def _attend(
                 )
             # Taken as a tensor, it waits for itself.
             return attend_at_owners(  # pyright: ignore[reportReturnType]
-                query, query_offsets, history, learned, options, dtype
+                query, query_offsets, history, weights, biases, options, dtype
             )
     if num_levels > 0:
         if k_weight is None or v_weight is None:
             q_weight, k_weight, v_weight = q_weight.chunk(3)
-        basis, mean = learned.history_basis, learned.history_mean
         k_weight = _over_codes(k_weight, basis, mean, options.score != "softmax")
         v_weight = _over_codes(v_weight, basis, mean, True)
-    inputs = (
+        weights = ProjectionWeights(q_weight, k_weight, v_weight, in_bias, out_weight, out_bias)
+    row_dropout = draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None
+    dropout = draw_dropout(options.weight_drops, rows.device) if options.weight_drops > 0 else None
+    args = MultiHeadArguments(
         query,
         rows,
         offsets,
         query_offsets,
         indices,
-        q_weight,
-        k_weight,
-        v_weight,
-        learned.in_bias,
-        out_weight,
-        learned.out_bias,
-        learned.position_bias,
-        learned.age_bias,
-        timestamps,
-        request_time,
-        draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None,
-        draw_dropout(options.weight_drops, rows.device) if options.weight_drops > 0 else None,
-        prior_weights,
+        weights,
+        Biases(*biases[:5], row_dropout, dropout),
         options.num_heads,
         dtype,
         options.keys_and_values,
@@ -557,9 +533,9 @@ def _attend(
     )
     if not is_scripting():
         if indices is not None:
-            inputs = _with_a_copy_if_materialized(MultiHeadArguments(*inputs))
-        return call_multi_head_target_attention(*inputs)
-    return _multi_head_target_attention(*inputs)[0]
+            args = _with_a_copy_if_materialized(args)
+        return call_multi_head_target_attention(*args[:5], *args.weights, *args.biases, *args[7:])
+    return _multi_head_target_attention(*args[:5], *args.weights, *args.biases, *args[7:])[0]
 
 
 def _with_a_copy_if_materialized(args: MultiHeadArguments) -> MultiHeadArguments:

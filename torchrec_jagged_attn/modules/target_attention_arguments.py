@@ -1,10 +1,11 @@
-"""Records of the parameters and options of ``JaggedTargetAttention``, and checks."""
+"""The record of the options of ``JaggedTargetAttention``, and checks."""
 
 # FX and torch.jit.script read annotations of records, so they are no strings here.
 from typing import NamedTuple
 
 from torch import Tensor
 
+from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.checks import (
     check_float,
     check_heads,
@@ -26,28 +27,12 @@ from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
 __all__ = [
-    "Learned",
     "Options",
     "check_codes",
     "check_inputs",
     "check_target_heads",
     "packed_codes_of",
 ]
-
-
-class Learned(NamedTuple):
-    """Weights and tables of an attention, and maps of packed histories."""
-
-    q_weight: Tensor  # or that of queries, keys and values
-    k_weight: Tensor | None
-    v_weight: Tensor | None
-    in_bias: Tensor | None
-    out_weight: Tensor | None
-    out_bias: Tensor | None
-    position_bias: Tensor | None
-    age_bias: Tensor | None
-    history_mean: Tensor | None
-    history_basis: Tensor | None
 
 
 class Options(NamedTuple):
@@ -101,13 +86,11 @@ def check_inputs(
     rows: Tensor,
     offsets: Tensor,
     indices: Tensor | None,
-    age_bias: Tensor | None,
-    timestamps: Tensor | None,
-    request_time: Tensor | None,
-    prior_weights: Tensor | None,
+    biases: Biases,
     options: Options,
 ) -> None:
     """What a forward is given must fit, and go with what the module was made with."""
+    prior_weights, _, age_bias, timestamps, request_time, *_ = biases
     check_tensor(target, "target", "a tensor or a JaggedTensor")
     _check_embeddings(target, "target")
     if options.num_levels:

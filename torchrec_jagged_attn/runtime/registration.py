@@ -6,8 +6,8 @@ that what has no derivative says so. Where the host must not be late, ``calls.py
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
@@ -20,7 +20,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torchrec_jagged_attn.runtime.calls import ReplayedOp
 from torchrec_jagged_attn.runtime.flops import count_flops
 
-__all__ = ["register_op", "register_op_without_grad"]
+__all__ = ["flatten", "register_op", "register_op_without_grad"]
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -29,6 +29,16 @@ Outputs = TypeVar("Outputs", bound=Any)
 
 NAMESPACE = "torchrec_jagged_attn"
 DEVICES = ("CPU", "CUDA")
+SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    torch.dtype: "ScalarType",
+    bool: "bool",
+    float: "float",
+    int: "SymInt",
+    str: "str",
+}
+"""What a field of a record is in a schema."""
 
 # Kept alive as long as their op; dropped where a reload registers the op again.
 _libraries: dict[str, torch.library.Library] = {}
@@ -60,8 +70,8 @@ def register_op(
 
     Args:
         name: of the op.
-        arguments: the record of the op's arguments, whose fields are the schema. Tensors come
-            before all others.
+        arguments: the record of the op's arguments. Its fields are the schema, and in the place of
+            one that is a record, the fields of that. Tensors come before all others.
         outputs: the record of what the op returns, tensors alone. A single one is returned as it
             is: what traces shapes takes a tuple of one for constant.
         forward: from arguments to outputs.
@@ -91,37 +101,40 @@ def register_op(
         The op, a function of the arguments one by one; and what calls it at little cost to the
         host, for the outputs that have a gradient alone.
     """
-    num_arguments, is_single = len(arguments._fields), len(outputs._fields) == 1
+    of_arguments, of_outputs = _leaves(arguments), _leaves(outputs)
+    num_arguments, is_single = len(of_arguments), len(of_outputs) == 1
+    build = _builder(arguments)
 
     def returned(made: Outputs) -> Any:
         return made[0] if is_single else made
 
     def run_forward(*fields: Any) -> Any:
-        return returned(forward(arguments(*fields)))
+        return returned(forward(build(fields)))
 
     def fake_forward(*fields: Any) -> Any:
-        return returned(fake(arguments(*fields)))
+        return returned(fake(build(fields)))
 
     def records_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
         """What ``backward`` takes, of what its op is given."""
         grads, (needs_grad, *fields) = given[:num_differentiable], given[num_differentiable:]
-        of_outputs = outputs(*fields[num_arguments:])
-        return *grads, arguments(*fields[:num_arguments]), of_outputs, arguments(*needs_grad)
+        made = outputs(*fields[num_arguments:])
+        return *grads, build(fields[:num_arguments]), made, build(needs_grad)
 
     def gradients(*given: Any) -> list[Tensor]:
-        *_, needs = records = records_of(given)
-        grads = backward(*records)
-        pairs = zip(arguments._fields, needs, strict=True)
+        grads = backward(*records_of(given))
+        pairs = zip(of_arguments, given[num_differentiable], strict=True)
         found = [getattr(grads, name) for name, need in pairs if need]
         return [grad for grad in found if grad is not None]
 
     def fake_gradients(*given: Any) -> list[Tensor]:
-        *grads, like, of_outputs, needs = records_of(given)
+        needs_grad, *fields = given[num_differentiable:]
+        like: list[Any] = fields[:num_arguments]
         if fake_backward is not None:
-            like = fake_backward(*grads, like, of_outputs)
-        pairs = zip(arguments._fields, needs, strict=True)
-        found = [getattr(like, name) for name, need in pairs if need]
-        return [x.new_empty(x.shape) for x in found]
+            *grads, args, made, _ = records_of(given)
+            of_names = fake_backward(*grads, args, made)
+            like = [getattr(of_names, name, None) for name in of_arguments]
+        pairs = zip(like, needs_grad, strict=True)
+        return [x.new_empty(x.shape) for x, need in pairs if need]
 
     def passed(backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
         if not passes_gradient:
@@ -134,19 +147,22 @@ def register_op(
 
         return gradients
 
-    of_arguments, of_outputs = get_type_hints(arguments), get_type_hints(outputs)
-    returns: Any = Tensor if is_single else tuple[tuple(of_outputs.values())]
-    op, run, library = _define(name, run_forward, fake_forward, _schema(of_arguments, returns))
-    of_saved = of_arguments | of_outputs | dict.fromkeys(unsaved, Tensor | None)
-    of_grads = {f"grad_{x}": Tensor for x in ("out", *outputs._fields[1:num_differentiable])}
-    of_backward = of_grads | {"needs_grad": Sequence[bool]} | of_saved
+    returns = f"({', '.join(SCHEMA_TYPES[x] for x in of_outputs.values())})"
+    op, run, library = _define(
+        name, run_forward, fake_forward, f"({_parameters(of_arguments)}) -> {returns}"
+    )
+    grads = {f"grad_{x}": Tensor for x in ("out", *outputs._fields[1:num_differentiable])}
+    saved_types = of_arguments | of_outputs | dict.fromkeys(unsaved, Tensor | None)
     backward_op, run_backward, backward_library = _define(
-        f"{name}_backward", gradients, fake_gradients, _schema(of_backward, list[Tensor])
+        f"{name}_backward",
+        gradients,
+        fake_gradients,
+        f"({_parameters(grads)}, bool[] needs_grad, {_parameters(saved_types)}) -> Tensor[]",
     )
     tensors = _tensors(op)
     num_tensors = len(tensors)
     if flops is not None:
-        count_flops(op, lambda *fields, out_val: flops(arguments(*fields), None))
+        count_flops(op, lambda *fields, out_val: flops(build(fields), None))
         count_flops(
             backward_op,
             lambda *given, out_val: flops(*records_of(given)[num_differentiable::2]),
@@ -309,17 +325,40 @@ def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
             raise NotImplementedError(f"{name} has no forward-mode derivative, got a dual tensor")
 
 
-def _schema(arguments: dict[str, Any], returns: Any) -> str:
-    """The schema of an op that takes ``arguments``, from names to types."""
+def flatten(record: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an op, of the record of them."""
+    parts = (flatten(field) if isinstance(field, tuple) else (field,) for field in record)
+    return tuple(itertools.chain.from_iterable(parts))
 
-    def prototype() -> None: ...
 
-    kind = Parameter.POSITIONAL_OR_KEYWORD
-    prototype.__signature__ = Signature(  # pyright: ignore[reportFunctionMemberAccess]
-        [Parameter(name, kind, annotation=of_type) for name, of_type in arguments.items()],
-        return_annotation=returns,
-    )
-    return torch.library.infer_schema(prototype, mutates_args=())
+def _leaves(record: type) -> dict[str, Any]:
+    """The types of what :func:`flatten` gives, by their names."""
+    leaves = {}
+    for name, of_type in get_type_hints(record).items():
+        leaves |= _leaves(of_type) if hasattr(of_type, "_fields") else {name: of_type}
+    return leaves
+
+
+def _builder(record: type[Arguments]) -> Callable[[Sequence[Any]], Arguments]:
+    """What makes the ``record`` of what :func:`flatten` gives."""
+    inner = [
+        (at, at + len(_leaves(of_type)), _builder(of_type))
+        for at, of_type in enumerate(get_type_hints(record).values())
+        if hasattr(of_type, "_fields")
+    ]
+
+    def build(leaves: Sequence[Any]) -> Arguments:
+        fields = list(leaves)
+        for begin, end, build_field in inner:  # those before it are one field by now
+            fields[begin:end] = (build_field(fields[begin:end]),)
+        return record._make(fields)
+
+    return build if inner else record._make
+
+
+def _parameters(leaves: dict[str, Any]) -> str:
+    """Names and types as a schema has them."""
+    return ", ".join(f"{SCHEMA_TYPES[of_type]} {name}" for name, of_type in leaves.items())
 
 
 def _define(

@@ -33,7 +33,7 @@ from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.runtime.autocast import cast_as_products
 from torchrec_jagged_attn.runtime.flops import attention_flops, pairs_of
-from torchrec_jagged_attn.runtime.registration import register_op
+from torchrec_jagged_attn.runtime.registration import flatten, register_op
 from torchrec_jagged_attn.target_attention import cpu
 from torchrec_jagged_attn.target_attention.arguments import (
     TargetArguments,
@@ -230,20 +230,22 @@ def _check_arguments(
     return per_sample
 
 
-def _check_places(args: TargetArguments) -> None:
-    """``places`` go with ``ends``, and with the request times that ages are counted from."""
-    places, ends = args.places, args.ends
-    if places is None and ends is None:
+def _check_row_numbers(args: TargetArguments) -> None:
+    """They go with their ends, and with the request times that ages are counted from."""
+    numbers, ends = args.row_numbers, args.row_number_ends
+    if numbers is None and ends is None:
         return
-    if places is None or ends is None:
-        given = "places" if ends is None else "ends"
-        raise ValueError(f"places and ends must be given together, got {given} alone")
-    check_integers(places, "places")
-    check_shape(places, "places", "[N]", (args.num_rows,))
-    check_shape(ends, "ends", "[B]", (args.offsets.numel() - 1,))
-    check_same(places, "places", dtype=True, ends=ends)
-    if args.timestamps is not None and args.request_time is None:
-        raise ValueError("request_time must be given with places and timestamps, got None")
+    if numbers is None or ends is None:
+        given = "row_numbers" if ends is None else "row_number_ends"
+        raise ValueError(
+            f"row_numbers and row_number_ends must be given together, got {given} alone"
+        )
+    check_integers(numbers, "row_numbers")
+    check_shape(numbers, "row_numbers", "[N]", (args.num_rows,))
+    check_shape(ends, "row_number_ends", "[B]", (args.offsets.numel() - 1,))
+    check_same(numbers, "row_numbers", dtype=True, row_number_ends=ends)
+    if args.biases.timestamps is not None and args.biases.request_time is None:
+        raise ValueError("request_time must be given with row_numbers and timestamps, got None")
 
 
 def _check_values(args: TargetArguments) -> None:
@@ -255,14 +257,15 @@ def _check_values(args: TargetArguments) -> None:
         check_packed_values(args.history, "history", args.query.shape[-1] - 1, args.num_levels)
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
-    if args.bias is not None and args.bias.dim() == 1:
-        check_score(args.score, args.bias)
-        check_finite(args.bias, "prior_weights")
+    bias = args.biases.bias
+    if bias is not None and args.biases.are_prior_weights:
+        check_score(args.score, bias)
+        check_finite(bias, "prior_weights")
 
 
 def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
     """Attend; see :class:`TargetArguments`. For ``listing`` see the kernels' ``listing_of``."""
-    _check_places(args)
+    _check_row_numbers(args)
     _check_values(args)
     if listing is not None:
         return kernels.forward(args, listing)
@@ -285,11 +288,13 @@ def backward(
     grad_out: Tensor,
     args: TargetArguments,
     outputs: TargetOutputs,
-    needs: TargetArguments,
+    needs_bias: bool,
+    needs_history: bool,
     listing: Listing | None = None,
     grad_lse: Tensor | None = None,
 ) -> TargetGradients:
-    """Gradients of :func:`forward`.
+    """Gradients of :func:`forward`, that of ``bias`` if ``needs_bias``. Of others than the history,
+    whether they are needed changes nothing.
 
     ``grad_lse`` is that of the log-sum-exps, in the shape and dtype of ``outputs.stats[0]``. Where
     nothing is seen, it counts as zero.
@@ -299,14 +304,20 @@ def backward(
             "for_backward must be True where a gradient is taken, got False: "
             "this was called, traced or exported with gradients off"
         )
-    needs_bias, needs_history = bool(needs.bias), bool(needs.history)
     if listing is not None:
         grads = kernels.backward(grad_out, args, outputs, needs_bias, needs_history, listing)
     else:
         grads = implementation_of(args.query, cpu, kernels).backward(
             grad_out, args, outputs, needs_bias, needs_history, grad_lse=grad_lse
         )
-    return grads._replace(bias=bias_gradient(grads.bias, args.bias) if needs_bias else None)
+    grad_bias = bias_gradient(grads.bias, args.biases.bias) if needs_bias else None
+    return grads._replace(bias=grad_bias)
+
+
+def _backward(
+    grad_out: Tensor, args: TargetArguments, outputs: TargetOutputs, needs: TargetArguments
+) -> TargetGradients:
+    return backward(grad_out, args, outputs, bool(needs.biases.bias), bool(needs.history))
 
 
 def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:
@@ -316,8 +327,8 @@ def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:
     together, its output is ``sum(softmax(lses)[i] * outs[i])``. Both have a gradient.
 
     Args:
-        args: of the op, with a score of ``"softmax"``. Each call has the ``places`` and ``ends`` of
-            its rows, if positions count or anything is dropped.
+        args: of the op, with a score of ``"softmax"``. Each call has the ``row_numbers`` and
+            ``row_number_ends`` of its rows, if positions count or anything is dropped.
 
     Returns:
         ``out``, as the op gives it, and its log-sum-exps, fp32 (fp64 of fp64) in the shape of
@@ -325,11 +336,11 @@ def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:
         and prior weights included, before weights are dropped; ``-inf`` where no row counts.
 
     Raises:
-        ValueError: the score is another one, or ``places`` and ``ends`` do not fit.
+        ValueError: the score is another one, or ``row_numbers`` and their ends do not fit.
     """
     if args.score != "softmax":
         raise ValueError(f'score must be "softmax" for log-sum-exps, got {args.score!r}')
-    return _call_with_lse(*args)
+    return _call_with_lse(*flatten(args))
 
 
 def _forward_with_lse(args: TargetArguments) -> TargetOutputsWithLse:
@@ -352,7 +363,8 @@ def _backward_with_lse(
     needs: TargetArguments,
 ) -> TargetGradients:
     seen = TargetOutputs(outputs.out, outputs.residual, outputs.stats)
-    return backward(grad_out, args, seen, needs, grad_lse=grad_lse)
+    needs_bias, needs_history = bool(needs.biases.bias), bool(needs.history)
+    return backward(grad_out, args, seen, needs_bias, needs_history, grad_lse=grad_lse)
 
 
 def flops_of(args: TargetArguments, needs: object) -> int:
@@ -370,7 +382,8 @@ _REGISTERED: dict[str, Any] = {
     "arguments": TargetArguments,
     "flops": flops_of,
     "non_differentiable": (
-        "indices", "timestamps", "request_time", "row_dropout", "dropout", "places", "ends",
+        "indices", "timestamps", "request_time", "row_dropout", "dropout", "row_numbers",
+        "row_number_ends",
     ),
     "axes": dict.fromkeys(("position_bias", "age_bias", "row_dropout", "dropout"), -1)
     | {"stats": 1},
@@ -380,7 +393,7 @@ _, call_target_attention = register_op(
     outputs=TargetOutputs,
     forward=forward,
     fake=fake,
-    backward=backward,
+    backward=_backward,
     **_REGISTERED,
 )
 _, _call_with_lse = register_op(

@@ -1,11 +1,10 @@
 """Records of what the ops take, return and give as gradients.
 
-The fields of a record are the arguments of an op's schema, in their order. Of the gradients, each
-has the name of the argument that it belongs to, and is ``None`` if not requested.
+The fields of a record, and of records in it, are the arguments of an op's schema. Of the gradients,
+each has the name of the argument that it belongs to, and is ``None`` if not requested.
 """
 
-from __future__ import annotations
-
+# torch.jit.script reads annotations of records, so they are no strings here.
 import math
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ __all__ = [
     "MultiHeadOutputs",
     "ProjectionGradients",
     "ProjectionRows",
+    "ProjectionWeights",
     "TargetArguments",
     "TargetGradients",
     "TargetOutputs",
@@ -34,7 +34,12 @@ class TargetArguments(NamedTuple):
         query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
         history: ``[N, D]`` or, with ``indices``, ``[U, D]``; with ``num_levels``, of packed rows.
         indices: ``[N]``, of the rows of ``history``.
-        bias: see :class:`Biases`.
+        biases: of history rows.
+        row_numbers: ``[N]`` int32 or int64, where the rows are some of a larger batch: the number
+            that each has there, by which it draws and its position is counted. ``None`` of a batch
+            that is whole. Ages are then counted from ``request_time``.
+        row_number_ends: ``[B]``, in the same dtype, with ``row_numbers`` alone: the number after
+            the last row that each sample has there.
         score: one of ``SCORES``.
         num_levels: of packed codes; 0 where ``history`` is not packed.
         for_backward: whether a gradient may be taken.
@@ -45,15 +50,9 @@ class TargetArguments(NamedTuple):
     offsets: Tensor
     query_offsets: Tensor | None
     indices: Tensor | None
-    bias: Tensor | None
-    position_bias: Tensor | None
-    age_bias: Tensor | None
-    timestamps: Tensor | None
-    request_time: Tensor | None
-    row_dropout: Tensor | None
-    dropout: Tensor | None
-    places: Tensor | None
-    ends: Tensor | None
+    biases: Biases
+    row_numbers: Tensor | None
+    row_number_ends: Tensor | None
     scale: float
     score: str
     num_levels: int
@@ -63,21 +62,6 @@ class TargetArguments(NamedTuple):
     def num_rows(self) -> int:
         """``N``, how many rows the histories of all samples have."""
         return (self.history if self.indices is None else self.indices).shape[0]
-
-    @property
-    def biases(self) -> Biases:
-        """What is added to the scores."""
-        return Biases(
-            self.bias,
-            self.position_bias,
-            self.age_bias,
-            self.timestamps,
-            self.request_time,
-            self.row_dropout,
-            self.dropout,
-            self.places,
-            self.ends,
-        )
 
 
 class TargetOutputs(NamedTuple):
@@ -117,6 +101,34 @@ class TargetGradients(NamedTuple):
     age_bias: Tensor | None
 
 
+class ProjectionWeights(NamedTuple):
+    """Weights and biases of queries, keys, values and the output.
+
+    Attributes:
+        q_weight: ``[E, C]``; or, without the next two, ``[3 · E, E]`` for all three.
+        k_weight: ``[E, D]``.
+        v_weight: ``[E, D]``.
+        in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing. ``[E]`` of
+            queries alone, where there is no ``out_weight``.
+        out_weight: ``[E, E]``; or ``None``, where values are the rows of the history themselves and
+            are not projected: each head has its own columns of them. ``k_weight`` is given then,
+            without ``v_weight`` and ``out_bias``, and ``D = E``.
+        out_bias: ``[E]``.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor | None
+    v_weight: Tensor | None
+    in_bias: Tensor | None
+    out_weight: Tensor | None
+    out_bias: Tensor | None
+
+    @property
+    def of_inputs(self) -> list[Tensor]:
+        """The weight of all three projections, or those of queries, keys and, if any, values."""
+        return [weight for weight in self[:3] if weight is not None]
+
+
 class MultiHeadArguments(NamedTuple):
     """Arguments of ``multi_head_target_attention``.
 
@@ -127,26 +139,12 @@ class MultiHeadArguments(NamedTuple):
         offsets: ``[B + 1]`` int32 or int64.
         query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
         indices: ``[N]``, of the rows of ``history``: keys and values are absorbed then.
-        q_weight: ``[E, C]``; or, without the next two, ``[3 · E, E]`` for all three.
-        k_weight: ``[E, D]``.
-        v_weight: ``[E, D]``.
-        in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing. ``[E]`` of
-            queries alone, where there is no ``out_weight``.
-        out_weight: ``[E, E]``; or ``None``, where values are the rows of the history themselves and
-            are not projected: each head has its own columns of them. ``k_weight`` is given then,
-            without ``v_weight`` and ``out_bias``, and ``D = E``.
-        out_bias: ``[E]``.
-        position_bias: see :func:`jagged_target_attention`.
-        age_bias: see there.
-        timestamps: see there.
-        request_time: see there.
-        row_dropout: see :class:`Biases`.
-        dropout: see there. It leaves the bias of values as it is.
-        prior_weights: see :func:`jagged_target_attention`.
+        weights: of the module.
+        biases: of history rows; ``bias`` are prior weights. ``dropout`` leaves the bias of values
+            as it is.
         num_heads: ``H``.
         dtype: what projections are computed in, whatever dtypes their inputs have; but
-            materialized
-            keys and values in that of ``history``.
+            materialized keys and values in that of ``history``.
         keys_and_values: ``"absorbed"``, ``"materialized"`` or ``"auto"``.
         score: one of ``SCORES``.
         num_levels: see :class:`TargetArguments`. Keys and values are absorbed then.
@@ -158,19 +156,8 @@ class MultiHeadArguments(NamedTuple):
     offsets: Tensor
     query_offsets: Tensor | None
     indices: Tensor | None
-    q_weight: Tensor
-    k_weight: Tensor | None
-    v_weight: Tensor | None
-    in_bias: Tensor | None
-    out_weight: Tensor | None
-    out_bias: Tensor | None
-    position_bias: Tensor | None
-    age_bias: Tensor | None
-    timestamps: Tensor | None
-    request_time: Tensor | None
-    row_dropout: Tensor | None
-    dropout: Tensor | None
-    prior_weights: Tensor | None
+    weights: ProjectionWeights
+    biases: Biases
     num_heads: int
     dtype: torch.dtype
     keys_and_values: str
@@ -179,28 +166,16 @@ class MultiHeadArguments(NamedTuple):
     for_backward: bool
 
     @property
-    def biases(self) -> Biases:
-        """What is added to the scores."""
-        return Biases(
-            self.prior_weights,
-            self.position_bias,
-            self.age_bias,
-            self.timestamps,
-            self.request_time,
-            self.row_dropout,
-            self.dropout,
-        )
-
-    @property
     def embed_dim(self) -> int:
         """``E``, width of the output."""
-        return (self.q_weight if self.out_weight is None else self.out_weight).shape[0]
+        q_weight, out_weight = self.weights.q_weight, self.weights.out_weight
+        return (q_weight if out_weight is None else out_weight).shape[0]
 
     @property
     def row_dim(self) -> int:
         """``D``, width of history rows; of codes, with the one after them."""
-        if self.num_levels and self.k_weight is not None:
-            return self.k_weight.shape[1]
+        if self.num_levels and self.weights.k_weight is not None:
+            return self.weights.k_weight.shape[1]
         return self.history.shape[1]
 
     @property
@@ -217,12 +192,6 @@ class MultiHeadArguments(NamedTuple):
     def scale(self) -> float:
         """Factor of the scores: one by the root of a head's width."""
         return 1 / math.sqrt(self.head_dim)
-
-    @property
-    def in_weights(self) -> list[Tensor]:
-        """The weight of all three projections, or those of queries, keys and, if any, values."""
-        weights = (self.q_weight, self.k_weight, self.v_weight)
-        return [weight for weight in weights if weight is not None]
 
 
 class MultiHeadOutputs(NamedTuple):
@@ -265,9 +234,9 @@ class MultiHeadGradients(NamedTuple):
     in_bias: Tensor | None
     out_weight: Tensor | None
     out_bias: Tensor | None
+    bias: Tensor | None
     position_bias: Tensor | None
     age_bias: Tensor | None
-    prior_weights: Tensor | None
 
 
 class ProjectionRows(NamedTuple):

@@ -73,7 +73,7 @@ def backward(
 
 
 def _additions(args: TargetArguments) -> attention.Additions:
-    return attention.Additions(args.score, args.indices, args.places, args.ends)
+    return attention.Additions(args.score, args.indices, args.row_numbers, args.row_number_ends)
 
 
 def _rows_of(args: TargetArguments) -> Tensor:
@@ -90,6 +90,6 @@ def _over_rows(args: TargetArguments, query: Tensor, rows: Tensor) -> FlashArgum
         q_offsets = torch.arange(args.offsets.numel(), device="cpu") * query.shape[1]
     rows = rows.unsqueeze(1)
     return FlashArguments(
-        query.flatten(0, -3), rows, rows, q_offsets, args.offsets, *args.biases[:7],
+        query.flatten(0, -3), rows, rows, q_offsets, args.offsets, args.biases,
         relative_bias=None, causal=False, window=0, scale=args.scale, needs_stats=True,
     )  # fmt: skip

@@ -52,7 +52,6 @@ from __future__ import annotations
 import itertools
 import math
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,9 +98,6 @@ FLOPS_OF_ABSORBED = {("cuda", 2): 3.5, ("cuda", 4): 4.5, ("cpu", 2): 1, ("cpu", 
 # rows, on an H200.
 ROWS_TO_FILL = {"cuda": 8192, "cpu": 0}
 
-# Target attention computes the gradients of queries, rows and tables whether needed or not.
-_NOTHING: Any = TargetArguments._make([False] * len(TargetArguments._fields))
-
 
 def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
     if paths.LOG:
@@ -110,13 +106,13 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
         if choice.path == "absorbed":
             choice = paths.choose(PRODUCT_PATHS, args.history.device, args)
             paths.log_choice("JaggedTargetAttention, products of heads", choice)
-    target, dtype = args.target, args.dtype
+    target, weights, dtype = args.target, args.weights, args.dtype
     rows = target.reshape(-1, target.shape[-1])
-    w_q, w_k, w_v = _projections(args.in_weights, args.num_heads)
+    w_q, w_k, w_v = _projections(weights.of_inputs, args.num_heads)
     b_q = b_v = None
-    if args.in_bias is not None:
-        b_q = args.in_bias.contiguous()
-        if args.out_weight is not None:
+    if weights.in_bias is not None:
+        b_q = weights.in_bias.contiguous()
+        if weights.out_weight is not None:
             b_q, _, b_v = b_q.chunk(3)
     if is_materialized(args):
         q = F.linear(rows.to(dtype), w_q.to(dtype), _cast(b_q, dtype)).view(-1, *w_k.shape[:2])
@@ -124,11 +120,11 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
         values, stats = flash_attention.forward(_over_keys(args, q, k, v))
         values = values.to(dtype=dtype).view(-1, args.embed_dim)
         filled = q.new_empty(0) if b_v is None else (stats[1] != 0).any(1).to(dtype)
-        if args.out_weight is None:
+        if weights.out_weight is None:
             out, values = values, values.new_empty(0, args.embed_dim)
         else:
             biased = _with_bias(args, values, filled)
-            out = F.linear(biased, args.out_weight.to(dtype), _cast(args.out_bias, dtype))
+            out = F.linear(biased, weights.out_weight.to(dtype), _cast(weights.out_bias, dtype))
         stats = stats.view(2, *_query_shape(args)[:-1])
         u, pooled, residual = _empty_absorbed(args)
     else:
@@ -143,13 +139,13 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
         if args.row_dtype == torch.float64:
             stats = stats.float()
         pooled = pooled.view_as(u)
-        if args.out_weight is None:
+        if weights.out_weight is None:
             out = products.own_columns(pooled, dtype)
             values, filled = out.new_empty(0, args.embed_dim), out.new_empty(0)
         else:
-            b_out = None if args.out_bias is None else args.out_bias.contiguous()
+            b_out = None if weights.out_bias is None else weights.out_bias.contiguous()
             values, filled, out = products.project(
-                pooled, stats, w_v, b_v, args.out_weight.contiguous(), b_out, dtype
+                pooled, stats, w_v, b_v, weights.out_weight.contiguous(), b_out, dtype
             )
         if not args.for_backward:
             u, pooled, residual = _empty_absorbed(args)
@@ -160,7 +156,7 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
 
 
 def _fake(args: MultiHeadArguments) -> MultiHeadOutputs:
-    target, width = args.target, args.embed_dim
+    target, weights, width = args.target, args.weights, args.embed_dim
     rows = math.prod(target.shape[:-1])
     q = target.new_empty(rows, args.num_heads, args.head_dim, dtype=args.dtype)
     query = args.history.new_empty(_query_shape(args), dtype=args.row_dtype)
@@ -168,8 +164,8 @@ def _fake(args: MultiHeadArguments) -> MultiHeadOutputs:
     stats = stats.float()
     u, pooled, residual = _empty_absorbed(args)
     out = q.new_empty(*target.shape[:-1], width)
-    values = q.new_empty(0 if args.out_weight is None else rows, width)
-    has_filled = args.out_weight is not None and args.in_bias is not None
+    values = q.new_empty(0 if weights.out_weight is None else rows, width)
+    has_filled = weights.out_weight is not None and weights.in_bias is not None
     filled = q.new_empty(rows if has_filled else 0)
     return MultiHeadOutputs(out, q, u, pooled, residual, stats, values, filled)
 
@@ -178,10 +174,11 @@ def _backward(
     grad_out: Tensor, args: MultiHeadArguments, outputs: MultiHeadOutputs, needs: MultiHeadArguments
 ) -> MultiHeadGradients:
     target, history, dtype = args.target, args.history, args.dtype
+    _, _, _, in_bias, out_weight, out_bias = args.weights
     out, q, u, pooled, residual, stats, values, filled = outputs
     rows = target.reshape(-1, target.shape[-1])
     grad_out = grad_out.reshape(-1, args.embed_dim)
-    weights, needs_weights = args.in_weights, any(needs.in_weights)
+    weights, needs_weights = args.weights.of_inputs, any(needs.weights.of_inputs)
     w_q, w_k, w_v = _projections(weights, args.num_heads)
     grad_weights = [weight.new_empty(weight.shape) for weight in weights]
     grad_w_q, grad_w_k, grad_w_v = _projections(grad_weights, args.num_heads)
@@ -191,12 +188,12 @@ def _backward(
     if is_materialized(args):
         k, v, w_made = _keys_and_values(args)
         grad_made = history.new_empty(history.shape[0], w_made.shape[0])
-        if args.out_weight is None:
+        if out_weight is None:
             grad_values, pooled_values = grad_out, out
             grad_history = history.new_empty(history.shape)  # of values; that of keys is added
             grad_k, grad_v = grad_made.view_as(k), grad_history.view_as(k)
         else:
-            grad_values, pooled_values = grad_out @ args.out_weight.to(dtype), values
+            grad_values, pooled_values = grad_out @ out_weight.to(dtype), values
             grad_k, grad_v = _by_head(grad_made, args.num_heads)
         pooled_values = pooled_values.to(dtype=history.dtype).view_as(q)
         values = _with_bias(args, values, filled)
@@ -206,7 +203,7 @@ def _backward(
             FlashOutputs(pooled_values, stats.view(2, *q.shape[:2])),
             grad_k,
             grad_v,
-            needs_bias=bool(needs.prior_weights),
+            needs_bias=bool(needs.biases.bias),
         )
         grad_q = of_scores.q.to(dtype=dtype).view_as(grad_out)
         if needs.target:
@@ -228,18 +225,19 @@ def _backward(
         listing = None
         if products is kernel_products:
             listing = listing_of(absorbed_args, backward=True)
-        if args.out_weight is None:
+        if out_weight is None:
             grad_values = grad_out
             products.spread_columns(grad_out, grad_pooled, listing)
         else:
             grad_values = products.gradient_of_pooled(
-                grad_out, args.out_weight.contiguous(), w_v, dtype, grad_pooled, listing
+                grad_out, out_weight.contiguous(), w_v, dtype, grad_pooled, listing
             )
         of_scores = target_attention.backward(
             grad_pooled.view(shape),
             absorbed_args,
             TargetOutputs(pooled.view(shape), residual, stats),
-            _NOTHING._replace(bias=needs.prior_weights, history=needs.history),
+            bool(needs.biases.bias),
+            bool(needs.history),
             listing,
         )
         grad_history = of_scores.history
@@ -249,14 +247,14 @@ def _backward(
         absorbed, of_history = (q, grad_u, pooled), (grad_w_k, grad_w_v)
 
     of_values: tuple[Tensor | None, ...] = grad_out, values, grad_values, filled
-    if args.out_weight is None:
+    if out_weight is None:
         of_values, absorbed = (None,) * 4, absorbed[:2]
     grad_out_weight = None
-    if args.out_weight is not None:
-        grad_out_weight = args.out_weight.new_empty(args.out_weight.shape)
-    grad_bias = None if args.in_bias is None else torch.empty_like(args.in_bias)
-    grad_out_bias = None if args.out_bias is None else torch.empty_like(args.out_bias)
-    if needs_weights or needs.in_bias or needs.out_weight or needs.out_bias:
+    if out_weight is not None:
+        grad_out_weight = out_weight.new_empty(out_weight.shape)
+    grad_bias = None if in_bias is None else torch.empty_like(in_bias)
+    grad_out_bias = None if out_bias is None else torch.empty_like(out_bias)
+    if any(needs.weights):
         on_kernels = has_kernels(history.device, dtype)
         (parameter_gradients if on_kernels else cpu_products.parameter_gradients)(
             ProjectionRows(grad_q, rows, *of_values, *absorbed),
@@ -269,9 +267,9 @@ def _backward(
         in_bias=grad_bias,
         out_weight=grad_out_weight,
         out_bias=grad_out_bias,
+        bias=of_scores.bias,
         position_bias=of_scores.position_bias,
         age_bias=of_scores.age_bias,
-        prior_weights=of_scores.bias,
     )
 
 
@@ -295,7 +293,9 @@ def _is_cheaper_materialized(args: MultiHeadArguments) -> bool:
         num_samples, num_targets = 1, 1 if target.dim() == 2 else target.shape[1]
         num_to_fill = 0
     kind = device_type, min(history.element_size(), 4)
-    flops, elements = (8, 13) if args.out_weight is None else (16, 16)  # see the top of this file
+    flops, elements = (
+        (8, 13) if args.weights.out_weight is None else (16, 16)
+    )  # see the top of this file
     elements = history_dim + elements * embed_dim
     more_per_sample = flops * history_dim * embed_dim + elements * FLOPS_PER_ELEMENT[kind]
     absorbed = int(18 * FLOPS_OF_ABSORBED[kind]) * num_targets * num_heads * history_dim
@@ -354,15 +354,15 @@ def _over_rows(args: MultiHeadArguments, u: Tensor) -> TargetArguments:
     """Attention of ``u`` ``[R, H, D]`` over the raw rows of the history."""
     return TargetArguments(
         u.view(_query_shape(args)), args.history, args.offsets, args.query_offsets, args.indices,
-        *args.biases[:-1], scale=args.scale, score=args.score, num_levels=args.num_levels,
-        for_backward=args.for_backward,
+        args.biases, row_numbers=None, row_number_ends=None, scale=args.scale, score=args.score,
+        num_levels=args.num_levels, for_backward=args.for_backward,
     )  # fmt: skip
 
 
 def _over_keys(args: MultiHeadArguments, q: Tensor, k: Tensor, v: Tensor) -> FlashArguments:
     """Attention of ``q`` ``[R, H, E / H]`` over materialized keys and values."""
     return FlashArguments(
-        q.to(dtype=args.history.dtype), k, v, _row_offsets(args), args.offsets, *args.biases[:7],
+        q.to(dtype=args.history.dtype), k, v, _row_offsets(args), args.offsets, args.biases,
         relative_bias=None, causal=False, window=0, scale=args.scale, needs_stats=True,
     )  # fmt: skip
 
@@ -399,9 +399,9 @@ def _keys_and_values(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
     Values that are not projected are a view of the history, and the weight ``[E, E]`` is of keys.
     All in the dtype of the history. Keys have no bias: softmax would drop it, but not its rounding.
     """
-    history, weights = args.history, args.in_weights
-    embed_dim, b_kv = args.embed_dim, None
-    if args.out_weight is None:
+    history, weights = args.history, args.weights.of_inputs
+    embed_dim, in_bias, b_kv = args.embed_dim, args.weights.in_bias, None
+    if args.weights.out_weight is None:
         w_k, shape = weights[1].to(history.dtype), (history.shape[0], args.num_heads, args.head_dim)
         return F.linear(history, w_k).view(*shape), history.reshape(*shape), w_k
     if len(weights) == 3:
@@ -410,17 +410,18 @@ def _keys_and_values(args: MultiHeadArguments) -> tuple[Tensor, Tensor, Tensor]:
             half.copy_(weight)
     else:
         w_kv = weights[0][embed_dim:].to(history.dtype)
-    if args.in_bias is not None and args.dropout is None:
+    if in_bias is not None and args.biases.dropout is None:
         b_kv = history.new_zeros(2 * embed_dim)
-        b_kv[embed_dim:].copy_(args.in_bias[2 * embed_dim :])
+        b_kv[embed_dim:].copy_(in_bias[2 * embed_dim :])
     return *_by_head(F.linear(history, w_kv, b_kv), args.num_heads), w_kv
 
 
 def _with_bias(args: MultiHeadArguments, values: Tensor, filled: Tensor) -> Tensor:
     """Materialized ``values`` ``[R, E]`` with the bias that :func:`_keys_and_values` left out."""
-    if args.dropout is None or args.in_bias is None or args.out_weight is None:
+    weights = args.weights
+    if args.biases.dropout is None or weights.in_bias is None or weights.out_weight is None:
         return values
-    b_v = args.in_bias[2 * args.embed_dim :].to(values.dtype)
+    b_v = weights.in_bias[2 * args.embed_dim :].to(values.dtype)
     return torch.addcmul(values, filled.unsqueeze(1), b_v)
 
 
@@ -457,14 +458,14 @@ def _flops(args: MultiHeadArguments, needs: MultiHeadArguments | None) -> int:
     """Of the products at the top of this file; backward has two for each, and makes keys anew."""
     num_targets, target_dim = math.prod(args.target.shape[:-1]), args.target.shape[-1]
     embed_dim, num_keys = args.embed_dim, 0
-    of_targets = target_dim + (0 if args.out_weight is None else embed_dim)
+    of_targets = target_dim + (0 if args.weights.out_weight is None else embed_dim)
     query = args.history.new_empty(_query_shape(args), dtype=args.row_dtype)
     attention = target_attention.flops_of(_over_rows(args, query), needs)
     if is_materialized(args):
         attention = attention // (args.num_heads * args.row_dim) * embed_dim
-        num_keys = args.history.shape[0] * (1 if args.out_weight is None else 2)
+        num_keys = args.history.shape[0] * (1 if args.weights.out_weight is None else 2)
     else:
-        of_targets += args.row_dim * (1 if args.out_weight is None else 2)
+        of_targets += args.row_dim * (1 if args.weights.out_weight is None else 2)
     products = (1, 1) if needs is None else (2, 3)
     of_targets, of_keys = num_targets * of_targets, num_keys * args.row_dim
     return attention + 2 * embed_dim * (products[0] * of_targets + products[1] * of_keys)

@@ -15,6 +15,7 @@ from tests.flash_attention.test_flash_attention import (
 from tests.oracles import flash_attention_oracle
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.flash_attention.arguments import FlashArguments
 from torchrec_jagged_attn.flash_attention.kernels import attention as flash_attention
 
@@ -165,8 +166,8 @@ def test_gradients_in_halves_of_one_tensor(width, hopper):
     device, _ = hopper
     inputs = inputs_of([3, 40, 70], [20, 64, 5], device, torch.float16, width=width)
     args = FlashArguments(
-        *(inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")), *[None] * 8,
-        causal=False, window=0, scale=0.2, needs_stats=True,
+        *(inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")), Biases(),
+        relative_bias=None, causal=False, window=0, scale=0.2, needs_stats=True,
     )  # fmt: skip
     outputs = flash_attention.forward(args)
 

@@ -33,6 +33,7 @@ from tests.target_attention.test_target_attention_rows import FUNCTIONS as OVER_
 from tests.target_attention.test_target_attention_rows import by_index
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
+from torchrec_jagged_attn.runtime.registration import flatten
 
 pytestmark = pytest.mark.interpreter  # and Triton's kernels around them
 
@@ -371,7 +372,7 @@ def test_repeats_are_bit_equal(dtype, launched):
 @pytest.mark.parametrize("for_backward", [False, True])
 def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], CPU, torch.float16)
-    arguments = arguments_of(inputs, bias=None, for_backward=for_backward)
+    arguments = flatten(arguments_of(inputs, bias=None, for_backward=for_backward))
     out, residual, _ = torch.ops.torchrec_jagged_attn.target_attention(*arguments)
     assert torch.isfinite(out).all()
     assert residual.numel() == (out.numel() if for_backward else 0)

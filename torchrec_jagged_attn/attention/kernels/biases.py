@@ -59,8 +59,8 @@ def age_bucket(time, reference, num_buckets):
 def row_positions(biases, n, visible):
     """Positions of the rows ``n`` (int64): ``n`` itself, if none are given."""
     positions = n
-    if biases.places is not None:
-        positions = tl.load(biases.places + n, mask=visible, other=0).to(tl.int64)
+    if biases.row_numbers is not None:
+        positions = tl.load(biases.row_numbers + n, mask=visible, other=0).to(tl.int64)
     return positions
 
 
@@ -69,8 +69,8 @@ def row_buckets(n, visible, offsets_ptr, biases, sample, C: tl.constexpr):
     """Buckets of position and age of the rows ``n`` of ``sample``."""
     last = tl.load(offsets_ptr + sample + 1).to(tl.int64) - 1
     distance = last - n
-    if biases.places is not None:
-        end = tl.load(biases.ends + sample).to(tl.int64)
+    if biases.row_numbers is not None:
+        end = tl.load(biases.row_number_ends + sample).to(tl.int64)
         distance = end - 1 - row_positions(biases, n, visible)
     of_position = recency_bucket(distance.to(tl.int32), C.P)
     of_age = of_position
@@ -88,8 +88,7 @@ def row_buckets(n, visible, offsets_ptr, biases, sample, C: tl.constexpr):
 def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr):
     """The sum of all ``biases`` of the rows ``n`` for the query rows ``r``, which broadcast.
 
-    ``biases`` has pointers in the fields of ``arguments.Biases``, without ``relative_bias``; C are
-    Constants of either attention.
+    ``biases`` are ``records.Biases``; C are Constants of either attention.
 
     PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative; dropped
     rows have ``-inf``. Query rows from ``count`` on have a bias of zero, since they have no maximum

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.attention.kernels.records import Biases
 from torchrec_jagged_attn.flash_attention.arguments import (
     FlashArguments,
     FlashGradients,
@@ -48,7 +49,7 @@ from torchrec_jagged_attn.flash_attention.kernels.general_short import (
     backward_short_kernel,
     forward_short_kernel,
 )
-from torchrec_jagged_attn.flash_attention.kernels.records import Biases, Gradients, Inputs, Samples
+from torchrec_jagged_attn.flash_attention.kernels.records import Gradients, Inputs, Samples
 from torchrec_jagged_attn.flash_attention.plan import Call, Plan, plan_of
 from torchrec_jagged_attn.runtime import paths
 from torchrec_jagged_attn.runtime.kernels.matmul import product_precision
@@ -129,9 +130,10 @@ def backward(
         _log_choices("backward", plan)
     delta = torch.empty_like(outputs.stats[0])
     grads = Gradients(grad_out, delta, q.new_empty(q.shape), grad_k, grad_v)
-    if args.bias is not None and needs_bias:
-        dtype = torch.float32 if plan.call.has_prior_weights else args.bias.dtype
-        grads = grads._replace(bias=args.bias.new_empty(k.shape[0], q.shape[1], dtype=dtype))
+    bias = args.biases.bias
+    if bias is not None and needs_bias:
+        dtype = torch.float32 if plan.call.has_prior_weights else bias.dtype
+        grads = grads._replace(bias=bias.new_empty(k.shape[0], q.shape[1], dtype=dtype))
     if plan.on_hopper:
         _backward_on_hopper(call, outputs, grads)
     else:
@@ -213,7 +215,7 @@ def _backward_by_distance(call: _Call, outputs: FlashOutputs, grads: Gradients) 
 
 def _grads_of_tables(args: FlashArguments, grads: Gradients) -> Iterator[Tensor | None]:
     """Gradients of the tables, summed over tiles; ``None`` without a table."""
-    _, position_bias, age_bias, *_, relative_bias = args.biases
+    _, position_bias, age_bias, *_ = args.biases
     of_position = of_age = of_relative = None
     if grads.tables is not None:
         num_positions = 0 if position_bias is None else position_bias.shape[0]
@@ -223,7 +225,7 @@ def _grads_of_tables(args: FlashArguments, grads: Gradients) -> Iterator[Tensor 
         by_tile = grads.relative.view(-1, args.q.shape[1], grads.relative.shape[1]).mT
         sums = grads.delta.new_empty(by_tile.shape[1:])
         of_relative = torch.sum(by_tile, 0, out=sums)  # contiguous
-    tables = (position_bias, age_bias, relative_bias)
+    tables = (position_bias, age_bias, args.relative_bias)
     return map(_as_table, (of_position, of_age, of_relative), tables)
 
 
@@ -232,8 +234,8 @@ class _Call:
 
     def __init__(self, args: FlashArguments, grads: tuple[Tensor, ...] = ()) -> None:
         q, k, v, q_offsets, kv_offsets = args[:5]
-        *biases, relative_bias = args.biases
-        bias, position_bias, age_bias, _, _, row_dropout, dropout, _, _ = biases
+        biases, relative_bias = args.biases, args.relative_bias
+        bias, position_bias, age_bias, _, _, row_dropout, dropout = biases
         self.args = args
         self.num_samples = q_offsets.numel() - 1
         self.inputs = Inputs(_rows(q), _rows(k), _rows(v))
@@ -244,7 +246,8 @@ class _Call:
         if relative_bias is not None:
             by_distance = list_by_distance(relative_bias, max(q.shape[0], k.shape[0]))
             self.reach = by_distance.shape[1] // 2
-        self.biases = Biases(*(None if x is None else x.contiguous() for x in biases), by_distance)
+        contiguous = (None if x is None else x.contiguous() for x in biases)
+        self.biases = Biases(*contiguous, by_distance=by_distance)
         self.factor = abs(args.scale) * LOG2E.value
         self.window = min(args.window, 2**31 - 1) or None
         # The weight of a single key is constant: the gradient of its score is exactly zero.
@@ -261,7 +264,7 @@ class _Call:
             width=q.shape[2],
             value_width=v.shape[2],
             has_bias=bias is not None,
-            has_prior_weights=args.biases.are_prior_weights,
+            has_prior_weights=biases.are_prior_weights,
             has_row_dropout=row_dropout is not None,
             has_dropout=dropout is not None,
             position_buckets=0 if position_bias is None else position_bias.shape[0],

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "Arguments",
-    "Biases",
     "Constants",
     "Gradients",
     "HopperConstants",
@@ -96,25 +95,6 @@ class Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-
-
-class Biases(NamedTuple):
-    """Biases of scores, and dropout; the first nine fields are those of ``arguments.Biases``.
-
-    Attributes:
-        by_distance: ``[H, 2 · reach]`` fp32, see ``distance_bias.py``.
-    """
-
-    bias: Any
-    position_bias: Any
-    age_bias: Any
-    timestamps: Any
-    request_time: Any
-    row_dropout: Any
-    dropout: Any
-    places: Any
-    ends: Any
-    by_distance: Any
 
 
 class Samples(NamedTuple):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.attention.kernels.records import Biases
 from torchrec_jagged_attn.runtime import paths
 from torchrec_jagged_attn.runtime.kernels.matmul import product_precision
 from torchrec_jagged_attn.runtime.kernels.tma import END, jagged_rows
@@ -185,7 +185,7 @@ def backward(
     launch = _Launch(args, listing, backward=True)
     plan, num_programs = launch.plan, launch.num_splits + launch.num_samples
     call = plan.call
-    bias, position_bias, age_bias = args.bias, args.position_bias, args.age_bias
+    bias, position_bias, age_bias, *_ = args.biases
     if paths.LOG:
         paths.log_choice("jagged_target_attention backward", plan.choice)
     shared = call.layout == SHARED
@@ -362,7 +362,8 @@ class _Launch:
         query = query.contiguous()
         self.query = _aligned(query) if plan.path == "warpgroup" else query
         self.history = history
-        self.biases = Biases(*map(_contiguous, args.biases))
+        biases = *args.biases, args.row_numbers, args.row_number_ends
+        self.biases = Biases(*map(_contiguous, biases))
         self.sizes = (self.num_samples, call.num_targets, total_rows)
         self.offsets, self.query_offsets = offsets.contiguous(), _contiguous(query_offsets)
         self.indices = _contiguous(args.indices)
@@ -389,7 +390,7 @@ class _Launch:
 
 def _call_of(args: TargetArguments, history: Tensor, backward: bool, splits_given: bool) -> Call:
     """The :class:`Call` of ``args``, with ``history`` as kernels read it."""
-    bias, position_bias, age_bias = args.bias, args.position_bias, args.age_bias
+    bias, position_bias, age_bias, _, _, row_dropout, dropout = args.biases
     if args.query_offsets is not None:
         layout, num_targets = JAGGED, 0  # differs by sample
     else:
@@ -405,9 +406,9 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, splits_give
         num_positions=0 if position_bias is None else position_bias.shape[0],
         num_ages=0 if age_bias is None else age_bias.shape[0],
         bias=bias is not None,
-        prior=bias is not None and bias.dim() == 1,
-        row_dropout=args.row_dropout is not None,
-        dropout=args.dropout is not None,
+        prior=args.biases.are_prior_weights,
+        row_dropout=row_dropout is not None,
+        dropout=dropout is not None,
         element_size=args.query.element_size(),
         history_stride=history.stride(0),
         aligned=history.data_ptr() % 16 == 0,

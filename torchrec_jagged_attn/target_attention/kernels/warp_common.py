@@ -462,8 +462,8 @@ def copy_next(ring, stage, history_ptr, samples, indices, start, end, C: gl.cons
 def row_buckets(n, biases, chunk, C: gl.constexpr):
     """Buckets of position and age of the rows ``n`` of a chunk's sample."""
     distance = chunk.length - 1 - n
-    if biases.places is not None:
-        end = gl.load(biases.ends + chunk.sample).to(gl.int64)
+    if biases.row_numbers is not None:
+        end = gl.load(biases.row_number_ends + chunk.sample).to(gl.int64)
         distance = end - 1 - row_positions(biases, chunk.first + n, n < chunk.length)
         distance = distance.to(gl.int32)
     of_position = recency_bucket(distance, C.P)

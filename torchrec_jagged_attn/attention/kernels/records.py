@@ -1,0 +1,28 @@
+"""Records that the kernels of both kinds of attention take."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["Biases"]
+
+
+class Biases(NamedTuple):
+    """Biases of scores, and dropout; the first seven fields are those of ``arguments.Biases``.
+
+    Attributes:
+        row_numbers: ``[N]``, see ``TargetArguments``; of target attention alone, like the next.
+        row_number_ends: ``[B]``, see there.
+        by_distance: ``[H, 2 · reach]`` fp32, see ``distance_bias.py``; of flash attention alone.
+    """
+
+    bias: Any
+    position_bias: Any
+    age_bias: Any
+    timestamps: Any
+    request_time: Any
+    row_dropout: Any
+    dropout: Any
+    row_numbers: Any = None
+    row_number_ends: Any = None
+    by_distance: Any = None
