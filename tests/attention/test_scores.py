@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.oracles import target_attention_oracle
@@ -79,56 +78,6 @@ def test_refused():
         NotImplementedError, match="prior_weights must be None unless score is 'softmax', got score"
     ):
         jagged_target_attention(**inputs, score="silu", prior_weights=torch.ones(8))
-
-
-def attend_by_formula(module, target, history, offsets):
-    """With ``score`` in PyTorch, sample by sample."""
-    w_q, w_k, w_v = module.in_proj_weight.chunk(3)
-    b_q, _, b_v = module.in_proj_bias.chunk(3)
-    weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[module.score]
-    heads, width = module.num_heads, module.head_dim
-    outs = []
-    for b, x in enumerate(history.split(offsets.diff().tolist())):
-        q = F.linear(target[b], w_q, b_q).view(heads, width)
-        k, v = (F.linear(x, w).view(-1, heads, width) for w in (w_k, w_v))
-        scores = torch.einsum("hd,nhd->nh", q, k) / width**0.5
-        pooled = torch.einsum("nh,nhd->hd", weigh(scores), v).flatten()
-        outs.append(module.out_proj(pooled + b_v if len(x) else pooled))
-    return torch.stack(outs)
-
-
-@pytest.mark.parametrize("score", ["silu", "sigmoid"])
-def test_module(score, device):
-    torch.manual_seed(0)
-    module = JaggedTargetAttention(16, 2, recency_bias=False, score=score, init="mha")
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    module.to(device)
-    offsets = torch.tensor([0, 5, 5, 40], device=device)
-    inputs = {"target": torch.randn(3, 16), "rows": torch.randn(40, 16)}
-    inputs |= {name: p.detach() for name, p in module.named_parameters()}
-
-    def run(attend):
-        def call(target, rows, **parameters):
-            return torch.func.functional_call(
-                _Attending(module, attend), {f"module.{n}": p for n, p in parameters.items()},
-                (target, rows, offsets),
-            )  # fmt: skip
-
-        return call
-
-    ours = run(lambda module, t, x, o: module(t, JaggedTensor(x, offsets=o)))
-    inputs = {name: x.to(device) for name, x in inputs.items()}
-    assert_matches_oracle(ours, run(attend_by_formula), inputs)
-
-
-class _Attending(torch.nn.Module):
-    def __init__(self, module, attend):
-        super().__init__()
-        self.module, self.attend = module, attend
-
-    def forward(self, *inputs):
-        return self.attend(self.module, *inputs)
 
 
 def test_module_refuses():

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 from torchrec.fx import symbolic_trace
@@ -12,7 +11,6 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.attention.test_scores import attend_by_formula
 from tests.modules.target_attention_inputs import (
     attend,
     attend_by_sample,
@@ -60,8 +58,9 @@ def assert_right(codes, targets, dtype, device, autocast=None, **options):
     if module.history_basis is not None:
         inputs["history_mean"] = module.history_mean.detach()
         inputs["history_basis"] = module.history_basis.detach()
-    weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(3)) + 0.5
-    inputs["prior_weights"] = weights.to(device, dtype)
+    if module.score == "softmax":
+        weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(3)) + 0.5
+        inputs["prior_weights"] = weights.to(device, dtype)
     timestamps = None
     if options.get("age_bias"):
         timestamps = torch.arange(sum(LENGTHS), device=device) ** 2
@@ -108,20 +107,19 @@ def test_more_levels_and_targets_of_another_width(num_levels, device):
 def test_scores_have_the_mean(score):
     """Which a softmax drops; so have the weights."""
     pca = fitted()
-    options = {"init": "mha", "recency_bias": False, "score": score}
-    module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, **options)
+    assert_right(pca, None, torch.float32, CPU, recency_bias=False, score=score)
+    module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, init="mha", score=score)
     packed, lengths = draw_codes(pca.packed_codes, sum(LENGTHS)), torch.tensor(LENGTHS)
     target = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(2))
     codes, exact = JaggedTensor(packed, lengths=lengths), copy.deepcopy(module).double()
+    weights, parameters = [], dict(exact.named_parameters())
     with torch.no_grad(), RoundingErrors(torch.float32) as errors:
         rows = exact.history_mean + pca.packed_codes.unpack(packed).double() @ exact.history_basis
-        expected = attend_by_formula(exact, target.double(), rows, codes.offsets())
-        w_q, w_k, _ = exact.in_proj_weight.chunk(3)
-        q = F.linear(target.double(), w_q, exact.in_proj_bias[:WIDTH]).repeat_interleave(lengths, 0)
-        scores = (q * F.linear(rows, w_k)).unflatten(1, (2, -1)).sum(2) / exact.head_dim**0.5
-        weights = {"silu": F.silu, "sigmoid": torch.sigmoid}[score](scores)
-    assert_close(module(target, codes), expected, errors)
-    assert_close(module.attention_weights(target, codes).values(), weights, errors, name="weights")
+        inputs = {"target": target.double(), "history": rows, "offsets": codes.offsets()}
+        attend_by_sample(exact, **inputs, weights=weights, **parameters)
+        expected = torch.cat(weights).squeeze(1)
+    actual = module.attention_weights(target, codes).values()
+    assert_close(actual, expected, errors, name="weights")
 
 
 @pytest.mark.reference

@@ -120,9 +120,10 @@ def attend_by_sample(
 ):
     """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask.
 
-    And with the logarithms of prior weights, on the rows that these leave. Values that the module
-    does not project are projected by the identity. Weights ``[L, T, H]`` of each sample are added
-    to the list ``weights``.
+    And with the logarithms of prior weights, on the rows that these leave; by
+    :func:`attend_by_score` for another score than softmax. Values that the module does not project
+    are projected by the identity. Weights ``[L, T, H]`` of each sample are added to the list
+    ``weights``.
     """
     if not module.value_projection:
         parameters = with_identities(module, parameters)
@@ -180,12 +181,32 @@ def attend_by_sample(
             mask = mask + table[[bucket(age, len(table)) for age in ages]]
         x_LD, mask = x_LD[left], mask[left].to(x_LD.dtype)
         mask = mask.T.unsqueeze(1).expand(-1, len(q_TE), -1)
-        options = {"attn_mask": mask, "average_attn_weights": False}
-        out, p_HTL = functional_call(mha, parameters, (q_TE, x_LD, x_LD), options, strict=True)
+        if module.score == "softmax":
+            options = {"attn_mask": mask, "average_attn_weights": False}
+            out, p_HTL = functional_call(mha, parameters, (q_TE, x_LD, x_LD), options, strict=True)
+        else:
+            out, p_HTL = attend_by_score(module, parameters, q_TE, x_LD, mask)
         outs.append(out)
         p_LTH[left] = p_HTL.detach().permute(2, 1, 0).to(p_LTH.dtype)
     out = torch.cat(outs)
     return out if target_offsets is not None else out.view(target.shape)
+
+
+def attend_by_score(module, parameters, q_TE, x_LD, mask):
+    """One sample, whose weights are functions of their own scores: these have no bias of keys, and
+    outputs that of values once.
+    """
+    if "in_proj_weight" in parameters:
+        w_q, w_k, w_v = parameters["in_proj_weight"].chunk(3)
+    else:
+        w_q, w_k, w_v = (parameters[f"{name}_proj_weight"] for name in "qkv")
+    b_q, _, b_v = parameters["in_proj_bias"].chunk(3)
+    q = F.linear(q_TE, w_q, b_q).unflatten(1, (module.num_heads, -1))
+    k, v = (F.linear(x_LD, w).unflatten(1, (module.num_heads, -1)) for w in (w_k, w_v))
+    scores = torch.einsum("thd,lhd->htl", q, k) / q.shape[2] ** 0.5 + mask
+    p_HTL = {"silu": F.silu, "sigmoid": torch.sigmoid}[module.score](scores)
+    pooled = torch.einsum("htl,lhd->thd", p_HTL, v).flatten(1) + b_v
+    return F.linear(pooled, parameters["out_proj.weight"], parameters["out_proj.bias"]), p_HTL
 
 
 def with_identities(module, parameters):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec import JaggedTensor
 
@@ -12,7 +11,6 @@ from tests.fixtures import skip_unless_supported, sync_debug_mode
 from tests.modules.target_attention_inputs import (
     OPTIONS,
     attend_by_sample,
-    bucket,
     draw_prior_weights,
     example,
     make_inputs,
@@ -67,22 +65,13 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize("name", ["default", "values", "another-width", "no-recency"])
 def test_attention_weights_of_other_scores(name, score, device):
-    module = make_module(16, 2, device="meta", **OPTIONS[name])
+    module = make_module(16, 2, score=score, device="meta", **OPTIONS[name])
     inputs = make_inputs(module, [70], device, targets=3)
-    exact = {key: x.double() for key, x in inputs.items()}
+    exact = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    weights = []
     with RoundingErrors(torch.float32) as errors:
-        if "in_proj_weight" in exact:
-            w_q, w_k, _ = exact["in_proj_weight"].chunk(3)
-        else:
-            w_q, w_k = exact["q_proj_weight"], exact["k_proj_weight"]
-        q = F.linear(exact["target"][0], w_q, exact["in_proj_bias"][:16]).view(-1, 2, 8)
-        scores = torch.einsum("thd,nhd->nth", q, F.linear(exact["history"], w_k).view(-1, 2, 8))
-        scores = scores / 8**0.5
-        if module.recency_bias is not None:
-            table = exact["recency_bias.position_weight"]
-            buckets = [bucket(position, len(table)) for position in range(69, -1, -1)]
-            scores = scores + table[buckets].unsqueeze(1)
-        expected = {"silu": F.silu, "sigmoid": torch.sigmoid}[score](scores)
+        attend_by_sample(module, **exact, weights=weights)
+    (expected,) = weights
     assert_close(weights_of(with_parameters(name, inputs, score=score), **inputs), expected, errors)
 
 

@@ -676,6 +676,30 @@ def test_bias_starts_at_the_logarithm_of_the_position():
     assert torch.all(start <= line + 0.25 * math.log(2) + bound)
 
 
+# Weights that are functions of their own scores
+
+
+@pytest.mark.parametrize("score", ["silu", "sigmoid"])
+@pytest.mark.parametrize(
+    ("options", "targets"),
+    each_pair(
+        [
+            {"value_projection": True, "recency_bias": False},
+            {"value_projection": True, "age_bias": True},
+            {"value_projection": False},
+            {"value_projection": True, "history_dim": 20, "target_dim": 24},
+        ],
+        [None, 3, [2, 0, 9]],
+    ),
+    ids=str,
+)
+def test_scores(options, targets, score, device):
+    module = make_module(16, 2, score=score, device="meta", **options)
+    inputs = make_inputs(module, [5, 0, 35], device, targets=targets)
+    timestamps = torch.arange(40, device=device) ** 2 if options.get("age_bias") else None
+    assert_right(module, inputs, timestamps=timestamps)
+
+
 # Prior weights
 
 
