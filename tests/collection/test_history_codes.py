@@ -47,7 +47,7 @@ def draw_codes(ids: PackedCodes, num_rows: int) -> Tensor:
     return ids.pack(torch.randint(-most, most + 1, shape, generator=generator))
 
 
-def assert_right(codes, targets, dtype, device, autocast=None, **options):
+def assert_right(codes, targets, dtype, device, autocast=None, request_time=None, **options):
     """The module over codes is ``nn.MultiheadAttention`` over the rows that they stand for."""
     module = JaggedTargetAttention(
         WIDTH, 2, history_codes=codes, dtype=dtype, device=device, init="mha", **options
@@ -61,19 +61,21 @@ def assert_right(codes, targets, dtype, device, autocast=None, **options):
     if module.score == "softmax":
         weights = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(3)) + 0.5
         inputs["prior_weights"] = weights.to(device, dtype)
-    timestamps = None
+    times = {}
     if options.get("age_bias"):
-        timestamps = torch.arange(sum(LENGTHS), device=device) ** 2
+        times["timestamps"] = torch.arange(sum(LENGTHS), device=device) ** 2
+    if request_time is not None:
+        times["request_time"] = torch.tensor(request_time, device=device)
 
     def over_rows(history, history_mean=None, history_basis=None, **inputs):
         rows = ids.unpack(history).to(inputs["target"].dtype)
         if history_basis is not None:
             rows = history_mean + rows @ history_basis
-        return attend_by_sample(module, history=rows, timestamps=timestamps, **inputs)
+        return attend_by_sample(module, history=rows, **times, **inputs)
 
     def over_codes(**inputs):
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            out = attend(module, timestamps=timestamps, **inputs)
+            out = attend(module, **times, **inputs)
         assert out.dtype == (autocast or dtype)
         return out
 
@@ -95,6 +97,12 @@ def test_is_attention_over_decoded_rows(basis, targets, dtype, device):
         pytest.skip(f"{dtype} is not computed on {device}")
     codes = PackedCodes(20) if basis == "none" else fitted(trainable=basis == "learned")
     assert_right(codes, targets, dtype, device, age_bias=targets is None)
+
+
+def test_ages_from_the_time_of_a_request(device):
+    request_time = [600, 7, 10**12, -4, 3000]
+    options = {"age_bias": True, "request_time": request_time}
+    assert_right(PackedCodes(12), None, torch.float32, device, **options)
 
 
 @pytest.mark.parametrize("num_levels", [5, 15])

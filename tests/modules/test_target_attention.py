@@ -48,10 +48,10 @@ def inputs_of_case(module, case, device, targets=None):
     )
 
 
-def assert_right(module, inputs, timestamps=None):
+def assert_right(module, inputs, **times):
     assert_matches_oracle(
-        lambda **inputs: attend(module, timestamps=timestamps, **inputs),
-        lambda **inputs: attend_by_sample(module, timestamps=timestamps, **inputs),
+        lambda **inputs: attend(module, **times, **inputs),
+        lambda **inputs: attend_by_sample(module, **times, **inputs),
         inputs,
     )
 
@@ -193,6 +193,18 @@ def test_bias_by_age(name, times, path, device):
         "all-equal": torch.full_like(ages, NOW).long(),
     }[times]
     assert_right(module, inputs, timestamps=timestamps.to(device))
+
+
+@pytest.mark.parametrize(
+    ("targets", "dtype"), [(None, torch.int64), (3, torch.float64), ([2, 0, 1, 4], torch.int64)]
+)
+def test_ages_from_the_time_of_a_request(targets, dtype, path, device):
+    """In the middle of a history, of none, long after one, before one."""
+    module = projected(16, 2, age_bias=True, device="meta", **path)
+    inputs = make_inputs(module, [5, 0, 40, 1], device, targets=targets)
+    timestamps = (torch.arange(46, device=device) ** 2).to(dtype)
+    request_time = torch.tensor([600, 7, 10**12, -4], dtype=dtype, device=device)
+    assert_right(module, inputs, timestamps=timestamps, request_time=request_time)
 
 
 def test_timestamps_that_decrease_are_refused():
@@ -827,6 +839,19 @@ def test_removed_rows_are_an_empty_history(path, device):
         ({"timestamps": torch.zeros(4)}, ValueError, "timestamps must have shape [N] = [5], got"),
         ({"timestamps": torch.zeros(5).to("meta")}, ValueError, "timestamps must be on cpu as his"),
         ({"age_bias": False}, ValueError, "timestamps must be None unless age_bias=True, got a"),
+        ({"request_time": torch.zeros(3)}, ValueError, "request_time must have shape [B] = [2]"),
+        ({"request_time": torch.ones(2).int()}, TypeError, "request_time must be torch.float32 as"),
+        ({"request_time": 5}, TypeError, "request_time must be a tensor, got a int"),
+        (
+            {"request_time": torch.zeros(2), "timestamps": None, "age_bias": False},
+            ValueError,
+            "request_time must be None without timestamps, got a tensor",
+        ),
+        (
+            {"request_time": torch.zeros(2).to("meta")},
+            ValueError,
+            "request_time must be on cpu as timestamps is, got meta",
+        ),
         ({"recency_bias": False}, ValueError, "recency_bias must be True with age_bias=True, got"),
         ({"embed_dim": 8.0}, TypeError, "embed_dim must be an int, got 8.0"),
         ({"num_heads": 3}, ValueError, "num_heads must divide embed_dim 8, got 3"),
@@ -861,6 +886,7 @@ def test_errors_name_the_argument(change, error, message):
         "history": zeros([2, 3]),
         "timestamps": torch.zeros(5),
         "prior_weights": None,
+        "request_time": None,
     }
     for name, value in change.items():
         (arguments if name in arguments else options)[name] = value
