@@ -15,7 +15,6 @@ from tests.modules.target_attention_inputs import (
     example,
     make_inputs,
     make_module,
-    outputs_and_gradients_of,
 )
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
@@ -146,35 +145,3 @@ def test_attention_weights_at_edges(lengths, device):
         weights = weights_of(with_parameters("default", inputs), **inputs)
         assert weights.shape == (sum(lengths), num_targets, 2)
         assert torch.isfinite(weights).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "jagged"),
-    [
-        ("ages", False),
-        ("another-width", True),
-        ("another-target-width", False),
-        ("no-recency", True),
-        ("materialized", True),
-        ("materialized-another-width", False),
-        ("materialized-all-widths", True),
-        ("rows", False),
-        ("rows", True),
-        ("materialized-rows", False),
-    ],
-)
-def test_compiles_once_for_all_batches(name, jagged, device):
-    module = make_module(64, 2, **OPTIONS[name]).to(device)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
-    # No two sizes of a batch are equal, so that none is taken for another; and targets are so few
-    # that "auto" absorbs them all.
-    for lengths, num_targets in (
-        ([9, 0, 2, 23], 3),
-        ([30, 1, 0, 5, 8, 70, 4], 6),
-        ([2, 90, 31], 5),
-    ):
-        arguments = example(module, lengths, device, num_targets, jagged=jagged)
-        results = [outputs_and_gradients_of(module, run, *arguments) for run in (module, compiled)]
-        torch.testing.assert_close(*results, rtol=0, atol=0)
-    assert counter.frame_count == 1

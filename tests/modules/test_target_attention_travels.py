@@ -102,6 +102,55 @@ def test_travels(name, device):
         assert torch.equal(exported(*tensors(lengths)), OfTensors(module)(*tensors(lengths)))
 
 
+@pytest.mark.parametrize(
+    ("name", "jagged", "by_index"),
+    [
+        ("ages", False, False),
+        ("another-width", True, False),
+        ("another-target-width", False, False),
+        ("no-recency", True, False),
+        ("materialized", True, False),
+        ("materialized-another-width", False, False),
+        ("materialized-all-widths", True, False),
+        ("rows", False, False),
+        ("rows", True, False),
+        ("materialized-rows", False, False),
+        ("ages", False, True),
+        ("another-width", True, True),
+        ("rows", False, True),
+        ("materialized", True, True),
+        ("materialized-rows", False, True),
+        ("materialized-rows", True, True),
+    ],
+)
+def test_compiles_once_for_all_batches(name, jagged, by_index, device):
+    options = ({"keys_and_values": "absorbed"} if by_index else {}) | OPTIONS[name]
+    module = make_module(64, 2, **options).to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+    # No two sizes of a batch are equal, so that none is taken for another; and targets are so few
+    # that "auto" absorbs them all, but of rows by index, where it is compiled for either way.
+    for lengths, num_targets, num_rows in (
+        ([9, 0, 2, 23], 3, 11),
+        ([30, 1, 0, 5, 8, 70, 4], 6, 300),
+        ([2, 90, 31], 5, 17),
+    ):
+        target, history, *times = example(module, lengths, device, num_targets, jagged=jagged)
+        rows, others = history.values(), {}
+        if by_index:
+            rows = torch.randn(num_rows, module.history_dim, device=device)
+            others["indices"] = torch.arange(sum(lengths), device=device) ** 2 % num_rows
+        results = []
+        for run in (module, compiled):
+            leaf = rows.detach().requires_grad_()
+            arguments = target, JaggedTensor(leaf, lengths=history.lengths()), *times
+            results.append(
+                [*outputs_and_gradients_of(module, run, *arguments, **others), leaf.grad]
+            )
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert counter.frame_count == 1
+
+
 def test_values_are_the_rows_of_the_history(monkeypatch):
     """No copy of them, whatever their strides are."""
     seen = []
