@@ -18,13 +18,16 @@ def drops_of(p: float, name: str) -> int:
     return int(float(p) * 2**32)
 
 
-def draw_dropout(drops: int, device: torch.device) -> Tensor:
-    """``[2]`` int64: a new seed, of PyTorch's generator for ``device``, and ``drops``.
+def draw_dropout(drops: int, device: torch.device) -> Tensor | None:
+    """``[2]`` int64: a new seed, of PyTorch's generator for ``device``, and ``drops``; or ``None``,
+    if these are zero.
 
     A row or a weight is dropped if its draw is below ``drops``. Nothing else is stored: forward and
     backward draw alike, and so do CPU and GPU. A CUDA graph has a new seed each time that it is
     replayed.
     """
+    if drops == 0:
+        return None
     dropout = torch.randint(
         -4611686018427387904, 4611686018427387904, [2], dtype=torch.int64, device=device
     )

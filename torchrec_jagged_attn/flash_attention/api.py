@@ -36,7 +36,7 @@ from torchrec_jagged_attn.runtime.autocast import cast_as_products
 from torchrec_jagged_attn.runtime.flops import attention_flops, pairs_of
 from torchrec_jagged_attn.runtime.registration import register_op
 
-__all__ = ["flash_attention", "jagged_flash_attention"]
+__all__ = ["call_flash_attention", "flash_attention", "jagged_flash_attention"]
 
 
 @overload
@@ -209,17 +209,16 @@ def jagged_flash_attention(
         )
     window = check_window(window, causal)
     check_bool(return_lse, "return_lse")
-    drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
-    dropped = draw_dropout(drops, q.device) if drops > 0 else None
-    dropped_weights = draw_dropout(drops_weights, q.device) if drops_weights > 0 else None
+    dropped_rows = draw_dropout(drops_of(row_dropout, "row_dropout"), q.device)
+    dropped_weights = draw_dropout(drops_of(dropout, "dropout"), q.device)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else check_number(scale, "scale")
     arguments = (
         q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
-        age_bias, timestamps, request_time, dropped, dropped_weights, relative_bias, causal,
+        age_bias, timestamps, request_time, dropped_rows, dropped_weights, relative_bias, causal,
         window or 0, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
-        return _call_flash_attention(*arguments)
+        return call_flash_attention(*arguments)
     out, stats = flash_attention(*arguments)
     maximum, inverse = stats
     lse = (maximum - torch.log2(inverse)) * math.log(2)
@@ -278,7 +277,7 @@ def _flops(args: FlashArguments, needs: FlashArguments | None) -> int:
     return attention_flops(pairs * q.shape[1], *widths, backward=needs is not None)
 
 
-flash_attention, _call_flash_attention = register_op(
+flash_attention, call_flash_attention = register_op(
     "flash_attention",
     flops=_flops,
     arguments=FlashArguments,

@@ -364,12 +364,9 @@ def _gather_counts(x: Tensor, group: dist.ProcessGroup) -> list[int]:
 def _gather_seeds(drops: tuple[int, int], owned: OwnedRows) -> list[tuple[Tensor | None, ...]]:
     """What rows and weights of each home are dropped by, drawn there as any attention draws it."""
     device = owned.rows.device
-    own = torch.cat(
-        [
-            draw_dropout(n, device) if n else torch.zeros(2, dtype=torch.int64, device=device)
-            for n in drops
-        ]
-    )
+    drawn = (draw_dropout(n, device) for n in drops)
+    nothing = torch.zeros(2, dtype=torch.int64, device=device)
+    own = torch.cat([nothing if x is None else x for x in drawn])
     of_all = own.new_empty(len(owned.samples_per_home) * 4)
     dist.all_gather_into_tensor(of_all, own, group=owned.group)
     return [

@@ -10,6 +10,7 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.checks import (
     check_bool,
@@ -20,12 +21,13 @@ from torchrec_jagged_attn.checks import (
     check_int,
     check_number,
     check_offsets_metadata,
+    check_prior_weights,
     check_same,
     check_shape,
     check_width,
     check_window,
 )
-from torchrec_jagged_attn.flash_attention.api import flash_attention, jagged_flash_attention
+from torchrec_jagged_attn.flash_attention.api import call_flash_attention, flash_attention
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 
@@ -185,22 +187,23 @@ def _attend(
     width = in_weight.shape[1] // num_heads
     qkv = F.linear(rows, in_weight, in_bias).view(-1, 3, num_heads, width)
     q, k, v = qkv.unbind(1)
+    biases = Biases(
+        prior_weights,
+        row_dropout=draw_dropout(drops, q.device),
+        dropout=draw_dropout(weight_drops, q.device),
+    )
+    inputs = (
+        q, k, v, offsets, offsets, *biases, relative_bias, causal, 0 if window is None else window,
+        1 / math.sqrt(width), False,
+    )  # fmt: skip
     if is_scripting():
-        scale = 1 / math.sqrt(width)
-        dropped = draw_dropout(drops, q.device) if drops > 0 else None
-        dropped_weights = draw_dropout(weight_drops, q.device) if weight_drops > 0 else None
-        out, _ = _flash_attention_packet(
-            q, k, v, offsets, offsets, bias=prior_weights, position_bias=None, age_bias=None,
-            timestamps=None, request_time=None, row_dropout=dropped, dropout=dropped_weights,
-            relative_bias=relative_bias, causal=causal, window=0 if window is None else window,
-            scale=scale, needs_stats=False,
-        )  # fmt: skip
+        out, _ = _flash_attention_packet(*inputs)
     else:
-        out = jagged_flash_attention(
-            q, k, v, offsets,
-            prior_weights=prior_weights, relative_bias=relative_bias, row_dropout=drops / 2**32,
-            dropout=weight_drops / 2**32, causal=causal, window=window,
-        )  # fmt: skip
+        check_float(q, "q")
+        if prior_weights is not None:
+            check_same(rows, "history", dtype=False, prior_weights=prior_weights)
+            check_prior_weights(prior_weights, rows.shape[0])
+        out = call_flash_attention(*inputs)
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
 
 

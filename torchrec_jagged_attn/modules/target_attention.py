@@ -514,8 +514,8 @@ def _attend(
         k_weight = _over_codes(k_weight, basis, mean, options.score != "softmax")
         v_weight = _over_codes(v_weight, basis, mean, True)
         weights = ProjectionWeights(q_weight, k_weight, v_weight, in_bias, out_weight, out_bias)
-    row_dropout = draw_dropout(options.row_drops, rows.device) if options.row_drops > 0 else None
-    dropout = draw_dropout(options.weight_drops, rows.device) if options.weight_drops > 0 else None
+    row_dropout = draw_dropout(options.row_drops, rows.device)
+    dropout = draw_dropout(options.weight_drops, rows.device)
     args = MultiHeadArguments(
         query,
         rows,

@@ -158,39 +158,6 @@ def jagged_target_attention(
     query, history = cast_as_products(query, history)
     if num_levels is not None:
         num_levels = check_num_levels(num_levels)
-    biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
-    per_sample = _check_arguments(
-        query, history, offsets, biases, prior_weights, score, query_offsets, indices, num_levels
-    )  # fmt: skip
-    if per_sample:
-        query = query.unsqueeze(1)
-    drops, drops_weights = drops_of(row_dropout, "row_dropout"), drops_of(dropout, "dropout")
-    dropped = draw_dropout(drops, query.device) if drops > 0 else None
-    dropped_weights = draw_dropout(drops_weights, query.device) if drops_weights > 0 else None
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
-    out = call_target_attention(
-        query, history, offsets, query_offsets, indices, bias_or_prior_weights(bias, prior_weights),
-        position_bias, age_bias, timestamps, request_time, dropped, dropped_weights, None, None,
-        scale, score, num_levels or 0, torch.is_grad_enabled(),
-    )  # fmt: skip
-    return out.squeeze(1) if per_sample else out
-
-
-def _check_arguments(
-    query: Tensor,
-    history: Tensor,
-    offsets: Tensor,
-    biases: Biases,
-    prior_weights: Tensor | None,
-    score: str,
-    query_offsets: Tensor | None,
-    indices: Tensor | None,
-    num_levels: int | None,
-) -> bool:
-    """Check what :func:`jagged_target_attention` is given, but for values and probabilities.
-
-    Returns whether ``query`` is ``[B, H, D]``.
-    """
     check_tensor(query, "query")
     check_offsets_metadata(offsets, "offsets")
     num_samples = offsets.numel() - 1
@@ -225,9 +192,20 @@ def _check_arguments(
     )  # fmt: skip
     if num_levels is None:
         check_same(query, "query", dtype=True, history=history)
+    biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
     check_biases(query, "query", num_rows, num_samples, biases, prior_weights)
     check_score(score, prior_weights)
-    return per_sample
+    if per_sample:
+        query = query.unsqueeze(1)
+    dropped_rows = draw_dropout(drops_of(row_dropout, "row_dropout"), query.device)
+    dropped_weights = draw_dropout(drops_of(dropout, "dropout"), query.device)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
+    out = call_target_attention(
+        query, history, offsets, query_offsets, indices, bias_or_prior_weights(bias, prior_weights),
+        position_bias, age_bias, timestamps, request_time, dropped_rows, dropped_weights, None,
+        None, scale, score, num_levels or 0, torch.is_grad_enabled(),
+    )  # fmt: skip
+    return out.squeeze(1) if per_sample else out
 
 
 def _check_row_numbers(args: TargetArguments) -> None:
@@ -259,7 +237,6 @@ def _check_values(args: TargetArguments) -> None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
     bias = args.biases.bias
     if bias is not None and args.biases.are_prior_weights:
-        check_score(args.score, bias)
         check_finite(bias, "prior_weights")
 
 
