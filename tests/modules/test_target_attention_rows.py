@@ -125,23 +125,6 @@ def test_a_row_in_many_places(device):
     assert_matches_oracle(ours, oracle, inputs)
 
 
-@pytest.mark.parametrize("num_targets", [2, 16])
-def test_many_targets_materialize_keys_and_values(num_targets, device):
-    """To the bit what that option gives."""
-    results = {}
-    for option in ("auto", "absorbed", "materialized"):
-        module = make_module(64, 8, value_projection=True, keys_and_values=option, device="meta")
-        inputs = by_index(module, device, targets=num_targets)
-        grad_out = torch.ones_like(inputs["target"])
-        results[option] = outputs_and_gradients(functools.partial(attend, module), inputs, grad_out)
-    chosen, other = "absorbed", "materialized"
-    if num_targets != 2:
-        chosen, other = other, chosen
-    expected = results[chosen]
-    assert all(torch.equal(x, expected[name]) for name, x in results["auto"].items())
-    assert not torch.equal(results["auto"]["out"], results[other]["out"])
-
-
 @pytest.mark.parametrize(
     ("indices", "error", "message"),
     [

@@ -317,11 +317,12 @@ MANY = 40  # targets per sample of a module of 8 heads: materialized keys and va
 
 
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
-@pytest.mark.parametrize("history_dim", [64, 48])
-def test_many_targets_materialize_keys_and_values(history_dim, jagged, device):
+@pytest.mark.parametrize(("history_dim", "by_index"), [(64, False), (48, False), (64, True)])
+def test_many_targets_materialize_keys_and_values(history_dim, by_index, jagged, device):
     """To the bit what that option gives, and few targets what the other gives."""
     generator = torch.Generator().manual_seed(0)
-    history = torch.randn(40, history_dim, generator=generator).to(device)
+    history = torch.randn(12 if by_index else 40, history_dim, generator=generator).to(device)
+    indices = torch.arange(40, device=device) ** 2 % 12 if by_index else None
     history = JaggedTensor(history, lengths=torch.tensor([30, 0, 10], device=device))
     results = {}
     for option in ("auto", "absorbed", "materialized"):
@@ -336,7 +337,7 @@ def test_many_targets_materialize_keys_and_values(history_dim, jagged, device):
                 target = JaggedTensor(target, lengths=lengths)
             else:
                 target = target.view(3, num_targets, 64)
-            of_option = outputs_and_gradients_of(module, module, target, history)
+            of_option = outputs_and_gradients_of(module, module, target, history, indices=indices)
             results[option, num_targets] = of_option
     for num_targets, option, other in (
         (2, "absorbed", "materialized"),
