@@ -44,9 +44,6 @@ from torchrec_jagged_attn.target_attention.multi_head import (
 )
 from torchrec_jagged_attn.target_attention.weights import attention_weights
 
-__all__ = ["JaggedTargetAttention"]
-
-
 REMOVED = ("length_power", "length_bias", "unit.")
 """How parameters of earlier versions begin, which state dicts may still have."""
 

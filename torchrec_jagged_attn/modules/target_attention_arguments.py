@@ -26,14 +26,6 @@ from torchrec_jagged_attn.layout import check_offsets_values, check_order
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
-__all__ = [
-    "Options",
-    "check_codes",
-    "check_inputs",
-    "check_target_heads",
-    "packed_codes_of",
-]
-
 
 class Options(NamedTuple):
     """Options of a module, and its current drop probabilities, in units of 2^-32."""
