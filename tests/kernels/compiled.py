@@ -1,8 +1,8 @@
-"""What compiles every kernel for the GPUs that it is for, on a machine that has none.
+"""Compiles every kernel for A100 and H100 on a machine without a GPU.
 
-The ops take CPU tensors as an A100 or an H100 would, and what they launch is compiled instead. So
-CI sees faults of layouts, registers and shared memory that no interpreter does. Triton's cache
-keeps what is compiled, by the digest of all that it is made from: what stays is not compiled again.
+The ops are called with CPU tensors, as if on such a GPU, and their launches are compiled. So CI
+finds faults of layouts, registers and shared memory, which an interpreter does not. Triton caches
+compiled kernels: unchanged ones are not compiled again.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from torchrec_jagged_attn.semantic_ids import PackedCodes
 from torchrec_jagged_attn.target_attention.api import target_attention_with_lse
 from torchrec_jagged_attn.target_attention.arguments import TargetArguments
 
-SHARED_MEMORY = {80: 166_912, 90: 232_448}  # bytes that a program may take, of A100 and H100
-NEED_AN_H100 = ("few_warps", "hopper", "warpgroup")  # how their modules' names begin
+SHARED_MEMORY = {80: 166_912, 90: 232_448}  # most bytes of a program on A100 and H100
+NEED_AN_H100 = ("few_warps", "hopper", "warpgroup")  # prefixes of names of modules
 
 LENGTHS = torch.tensor([100, 0, 3, 700])
 OFFSETS = torch.tensor([0, 100, 100, 103, 803])
@@ -65,9 +65,8 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def ops_on(arch: int) -> Iterator[list[Launch]]:
-    """The ops take CPU tensors as a GPU of ``arch`` would; yields what they would have launched.
-
-    Triton compiles for ``arch``, too.
+    """Dispatch CPU tensors as on a GPU of ``arch``, for which Triton compiles; yields the launches,
+    which are not run.
     """
     launches: list[Launch] = []
 
@@ -98,7 +97,7 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def tables(num_heads: int) -> dict[str, Tensor]:
-    """Biases by position and age, prior weights, and rows that are dropped."""
+    """Biases by position and age, prior weights, and dropout of rows."""
     return {
         "position_bias": zeros(9, num_heads, dtype=FP32),
         "age_bias": zeros(5, num_heads, dtype=FP32),
@@ -136,7 +135,7 @@ def target(
 def target_with_lse(
     num_targets: int, dtype: torch.dtype, width: int = 64, *, jagged: bool = False
 ) -> None:
-    """Over some rows of each sample, with all biases and a gradient of log-sum-exps."""
+    """With row numbers, all biases and a gradient of log-sum-exps."""
     query, query_offsets = zeros(4, num_targets, 4, width, dtype=dtype), None
     if jagged:
         query, query_offsets = query.flatten(0, 1), torch.arange(5) * num_targets
@@ -167,7 +166,7 @@ def codes(
     num_targets: int = 1,
     dropout: float = 0.0,
 ) -> None:
-    """Into bytes and out of them, and attention over them."""
+    """Packing, unpacking, and attention over packed codes."""
     ids = PackedCodes(width - 1, num_levels)
     ids.pack(torch.zeros(N, ids.num_codes, dtype=torch.int8))
     packed = torch.zeros(N, ids.num_bytes, dtype=torch.uint8)
@@ -199,7 +198,7 @@ def flash(
 
 
 def table_1(dtype: torch.dtype) -> None:
-    """Products and softmax of rows by a matrix for each sample, and sums."""
+    """Products of rows with a matrix per sample, softmax, elementwise ops."""
     x, y, row = (zeros(*shape, dtype=dtype) for shape in ((N, 64), (4, 64, 32), (4, 64)))
     weights = jagged_softmax(jagged_dense_bmm(x, y, OFFSETS), OFFSETS)
     jagged_jagged_bmm(x, weights, OFFSETS).sum().backward()
@@ -207,7 +206,7 @@ def table_1(dtype: torch.dtype) -> None:
 
 
 def pairs(dtype: torch.dtype) -> None:
-    """Products and softmax of pairs; their offsets are not computed, and are given here."""
+    """Products and softmax of pairs, whose offsets, which no kernel computes here, are given."""
     interaction_gradients.pair_offsets(OFFSETS, OFFSETS)
     ends = LENGTHS.square().cumsum(0)
     offsets = (OFFSETS, OFFSETS, torch.cat([ends.new_zeros(1), ends]))
@@ -224,7 +223,7 @@ def layer(value_projection: bool = True, dtype: torch.dtype = BF16) -> None:
 
 
 def selection(scores: Tensor | None, num_segments: int = 0, keep: Tensor | None = None) -> None:
-    """Rows of highest scores."""
+    """Rows with the highest scores, and copies of them."""
     segments = torch.zeros(N, dtype=torch.int64) if num_segments else None
     count = max(num_segments, 1)
     *index, _ = ops_of_selection.selected_rows(
@@ -236,11 +235,11 @@ def selection(scores: Tensor | None, num_segments: int = 0, keep: Tensor | None 
 
 class Case(NamedTuple):
     archs: tuple[int, ...]
-    kernels: str  # those to compile of what the call launches, as a regular expression
+    kernels: str  # a regular expression of the kernels to compile, of those that are launched
     call: Callable[[], None]
 
 
-# Not all combinations of options: some cases have most of them at once.
+# Not all combinations of options: some cases have most options at once.
 CASES = {
     "one warp": Case((80, 90), "target", lambda: target(1, BF16)),
     "one warp, biased": Case((80, 90), "target", lambda: target(1, BF16, biased=True)),
@@ -342,28 +341,28 @@ FITS = {
     "selection",
     "selection in segments",
     "selection of the newest",
-}  # registers hold all
-SPILLS = {"unit": 160, "unit, wide": 160}  # at most so many bytes of them are in memory
+}  # no register spills
+SPILLS = {"unit": 160, "unit, wide": 160}  # most bytes of register spills
 
 
 def cases_of(arch: int) -> list[str]:
-    """Names of those that are compiled for it."""
+    """Names of the cases of ``arch``."""
     return [name for name, case in CASES.items() if arch in case.archs]
 
 
 def launches_of(name: str, launches: list[Launch]) -> list[Launch]:
-    """What a call launches, of the kernels that it is for."""
+    """Launches of a case, of its ``kernels``."""
     CASES[name].call()
     return [x for x in launches if re.search(CASES[name].kernels, label(x.kernel))]
 
 
 def label(kernel: Any) -> str:
-    """Module, and name."""
+    """Module and name of a kernel."""
     return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
 def stack_bytes(compiled: Any) -> int:
-    """Memory of a thread, of what registers do not hold."""
+    """Stack bytes of a thread: register spills."""
     (cubin,) = (path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
     command = [knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
     usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -372,13 +371,13 @@ def stack_bytes(compiled: Any) -> int:
 
 
 def parameters_of(compiled: Any) -> list[str]:
-    """Types of the parameters of a kernel, as its PTX has them."""
+    """Types of the parameters of a kernel in PTX."""
     (declared,) = re.findall(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
     return re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", declared)
 
 
 def packed_by_replays(compiled: Any, arguments: tuple[Any, ...]) -> list[str]:
-    """Kinds of the parameters that a program of ``replay.cpp`` gives the kernel."""
+    """Kinds of the parameters that ``replay.cpp`` passes to the kernel."""
     recorder = Recorder()
 
     def traced(x: Any) -> Any:
@@ -396,14 +395,14 @@ def packed_by_replays(compiled: Any, arguments: tuple[Any, ...]) -> list[str]:
 
 
 def assert_compiles(name: str, arch: int) -> None:
-    """All that a call launches compiles for ``arch``, and fits in what a program may take."""
+    """All launches of a case compile for ``arch``, within the limits of a program."""
     with ops_on(arch) as launches:
         found = launches_of(name, launches)
         assert found
         for kernel, grid, arguments, constants in found:
             compiled = kernel.warmup(*arguments, grid=grid, **as_constexprs(constants))
             assert compiled.metadata.shared <= SHARED_MEMORY[arch], label(kernel)
-            *taken, _, _ = parameters_of(compiled)  # but for scratch memories
+            *taken, _, _ = parameters_of(compiled)  # without the two scratch buffers
             packed = packed_by_replays(compiled, arguments)
             assert len(packed) == len(taken), label(kernel)
             for kind, of_type in zip(packed, taken, strict=True):
@@ -415,7 +414,7 @@ def assert_compiles(name: str, arch: int) -> None:
 
 
 def assert_every_kernel_is_compiled(arch: int) -> None:
-    """None that is for ``arch`` is launched by no case."""
+    """Every kernel of ``arch`` is launched by some case."""
     packages = pkgutil.walk_packages(torchrec_jagged_attn.__path__, "torchrec_jagged_attn.")
     names = [x.name for x in packages if ".kernels." in x.name]
     missing = {

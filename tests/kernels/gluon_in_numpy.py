@@ -1,4 +1,4 @@
-"""Runs the package's Gluon kernels in numpy: Gluon has no interpreter as Triton has.
+"""Runs the package's Gluon kernels in numpy: Gluon has no interpreter.
 
 The code of a kernel runs as it stands. As many programs run at a time as the device has
 multiprocessors, each a thread, and in an order that is none of a GPU's and another at each launch.
@@ -44,7 +44,7 @@ PRODUCT_S = 1e-3  # how long a product takes, where other threads may do what is
 
 
 class Layout:
-    """Any layout, of anything."""
+    """Any layout; numpy ignores them."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.parent = self.layout = self
@@ -131,7 +131,7 @@ class Pointer:
         return self + -np.asarray(_values(offsets), np.int64)
 
     def read(self, mask: object, into: np.ndarray) -> None:
-        """Write what ``mask`` lets through ``into`` its place."""
+        """Copy the elements that ``mask`` selects to ``into``."""
         at, mask = self._masked(mask, into.shape)
         into[mask] = self.elements[at]
 
@@ -178,7 +178,7 @@ class SharedMemory:
 
 
 class AsyncCopies:
-    """Groups of copies that are on their way."""
+    """Groups of asynchronous copies in flight."""
 
     def __init__(self) -> None:
         self.groups, self.group = [], []
@@ -198,7 +198,7 @@ class AsyncCopies:
 
 
 class Machine:
-    """What the threads of a launch share."""
+    """The state that threads of a launch share."""
 
     def __init__(self, seed: int) -> None:
         self.lock = threading.Condition()
@@ -207,7 +207,7 @@ class Machine:
         self.running, self.idle = 1, 0  # threads: those there are, and those that wait in vain
 
     def run(self, calls: list[Callable[[], object]], num_threads: int) -> None:
-        """All ``calls``, as many at a time as there are threads."""
+        """Run all ``calls``, as many at a time as there are threads."""
         if num_threads == 1:
             for call in calls:
                 call()
@@ -238,7 +238,7 @@ class Machine:
             self.notify()
 
     def notify(self) -> None:
-        """Let all who wait look again; the lock is held."""
+        """Wake up all waiting threads; the lock is held."""
         self.idle = 0
         self.lock.notify_all()
 
@@ -252,7 +252,7 @@ class Machine:
 
 
 class Barrier:
-    """An mbarrier: its phase ends when all have arrived, and all bytes that are expected."""
+    """An mbarrier: its phase completes once all threads and all expected bytes have arrived."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.phase = machine, 0
@@ -263,7 +263,7 @@ class Barrier:
         self.num_bytes = 0
 
     def arrive(self, num_arrivals: int, num_bytes: int) -> None:
-        """Of threads, which may expect bytes, or, where that is negative, of bytes."""
+        """An arrival of threads, which may expect bytes; or, if that is negative, of bytes."""
         with self.machine.lock:
             self.missing -= num_arrivals
             self.num_bytes += num_bytes
@@ -292,7 +292,7 @@ class Descriptor:
         self.block_type = types.SimpleNamespace(shape=list(self.box), nbytes=num_bytes)
 
     def locate(self, coordinates: list) -> tuple[tuple[slice, ...], np.ndarray]:
-        """Which part of the box there is, and where its elements lie."""
+        """Slices of the box that are in bounds, and the addresses of their elements."""
         item = self.elements.itemsize
         inside, address = [], np.zeros((), np.uint64)
         for first, size, bound, stride in zip(
@@ -356,7 +356,7 @@ class TensorMemoryAccelerator:
 
 
 class Product:
-    """A product on its way; its operands are read when it is waited for."""
+    """A product in flight; its operands are read when it is waited for."""
 
     def __init__(self, a: Any, b: SharedMemory, acc: Any, use_acc: bool) -> None:
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
@@ -402,7 +402,7 @@ def _multiply_async(
 
 
 def _shift_columns(tile: Block, count: Block) -> Block:
-    """Each row to the right; NaN where anything may be."""
+    """Each row shifted to the right; NaN where the kernel's result is arbitrary."""
     at = np.arange(tile.shape[1]) - count.values
     values = np.take_along_axis(tile.values, np.maximum(at, 0), 1)
     return Block(np.where(at < 0, tile.values.dtype.type(np.nan), values))

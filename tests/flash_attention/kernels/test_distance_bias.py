@@ -1,4 +1,4 @@
-"""Scores by distance, whose gradient takes a list of its own."""
+"""The bias by distance and its gradient."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernels of flash attention for Hopper, in numpy and on a GPU, and where others take over."""
+"""The Hopper kernels of flash attention, in numpy and on a GPU, and calls that others serve."""
 
 from functools import partial
 
@@ -146,7 +146,7 @@ def test_long_samples_without_keys_on_hopper(kv_lengths, hopper):
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("width", [32, 64], ids=["triton", "gluon"])
 def test_infinities_of_a_side_without_the_other(width, kv_heads, hopper):
-    """Where no pair is, no gradient is, either."""
+    """Without pairs, gradients are zero."""
     device, _ = hopper
     inputs = inputs_of(
         [3, 40, 0, 20, 0], [20, 0, 50, 0, 9], device, torch.float16, width=width, kv_heads=kv_heads

@@ -1,4 +1,4 @@
-"""The kernel of pairs for Hopper, in numpy and on a GPU."""
+"""The Hopper kernel of pairs, in numpy and on a GPU."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_pairs_on_hopper(width, hopper):
 
 @pytest.mark.usefixtures("pairs_of_any_mean")
 def test_pairs_on_hopper_write_nothing_else(hopper):
-    """Whatever lies before and after, and wherever a sample's pairs begin modulo 16 bytes."""
+    """Without writing before or after, for any begin of a sample's pairs modulo 16 bytes."""
     device, _ = hopper
     x, y, offsets, expected = whole_numbers(16, device)
     if devices.hopper_multiprocessors(device) == 0:

@@ -1,4 +1,4 @@
-"""How jagged rows are found on the device."""
+"""Search of samples and tiles of jagged rows on the device."""
 
 import pytest
 import torch

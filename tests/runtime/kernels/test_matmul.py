@@ -1,4 +1,4 @@
-"""Products of tiles of fp32 by tensor cores."""
+"""fp32 products on tensor cores."""
 
 import pytest
 import torch

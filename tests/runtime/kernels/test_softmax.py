@@ -1,4 +1,4 @@
-"""The softmax of a tile, where it is looked at alone."""
+"""The softmax of a single tile."""
 
 import torch
 import triton
@@ -25,7 +25,7 @@ def mean_grad_of(p, dp):
 
 
 def test_the_mean_gradient_is_rounded_once(kernel_device):
-    """Whatever is large beside it: a weight of 0.01 has a ``dp`` of 100."""
+    """Also with large terms: a weight of 0.01 has a ``dp`` of 100."""
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(64, 16, generator=generator)
     p[:, 0] *= 0.01

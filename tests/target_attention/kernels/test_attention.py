@@ -1,4 +1,4 @@
-"""What the launches of target attention do beside calling kernels."""
+"""The host code of target attention, apart from launches."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torchrec_jagged_attn.target_attention.kernels import attention
 
 @pytest.mark.parametrize("num_tables", [1, 2, 31, 32, 33, 100, 5000])
 def test_every_table_counts_in_the_sum(num_tables, kernel_device, monkeypatch):
-    """Whole numbers, whose sums are exact in any order."""
+    """Integers, whose sums are exact in any order."""
     monkeypatch.setattr(attention, "SUMMED_COLUMNS", 8)
     generator = torch.Generator().manual_seed(0)
     tables = torch.randint(-9, 10, (num_tables, 5, 2, 3), generator=generator).float()

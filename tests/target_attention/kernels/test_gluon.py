@@ -1,4 +1,4 @@
-"""The Gluon kernels of target attention, in numpy; on a GPU, the other tests run them for real."""
+"""The Gluon kernels of target attention, in numpy; on a GPU, other tests run them."""
 
 import functools
 
@@ -105,7 +105,7 @@ def test_right(num_targets, num_heads, width, num_positions, num_ages, dtype, la
     [(3, 25, 1, 5), (3, 25, 4, 8), (3, 12, 2, 3), (5, 40, 8, 14), (255, 3, 1, 3), (3, 160, 2, 32)],
 )
 def test_rows_of_codes(num_levels, num_codes, num_heads, row_bytes, dtype, launched):
-    """With biases, whatever their bytes' stride is."""
+    """With biases, and any stride of bytes."""
     inputs = inputs_of_codes(LENGTHS, dtype, num_levels, num_codes, num_heads, row_bytes)
     assert_right_over_codes(inputs, num_levels)
     assert set(launched) == {"one_warp_forward", "one_warp_backward"}
@@ -134,7 +134,7 @@ def test_rows_of_codes_and_more_queries(shape, dtype, biased, launched):
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 @pytest.mark.parametrize(("num_targets", "path"), [(1, "one_warp"), (9, "few_warps")])
 def test_rows_of_codes_and_other_scores(num_targets, path, score, launched):
-    """Codes beyond the end of a sample are no zeros: they count nothing."""
+    """Codes beyond the end of a sample are not zeros, and must be masked."""
     inputs = inputs_of_codes(LENGTHS, torch.float32, num_targets=num_targets, biased=False)
     assert_right_over_codes(inputs, score=score)
     assert set(launched) == {f"{path}_forward", f"{path}_backward"}
@@ -181,7 +181,7 @@ def test_ages_from_the_request(has_warpgroup, num_targets):
 
 @pytest.mark.parametrize("seed", range(9))
 def test_tables_of_few_buckets(seed, launched):
-    """One bucket has most rows of a sample, whose gradients of scores add up to zero."""
+    """One bucket has most rows of a sample, whose gradients of scores sum to zero."""
     generator = torch.Generator().manual_seed(seed)
     inputs = inputs_of([600, 0, 40], CPU)
     del inputs["bias"]
@@ -218,7 +218,7 @@ def test_warpgroup(num_targets, num_heads, width, num_positions, num_ages, share
 
 @pytest.mark.parametrize("step", [-40.0, 40.0])
 def test_warpgroup_with_scores_far_apart(step):
-    """The reference of weights is raised where later scores are far above it."""
+    """The shift of the softmax is raised if later scores are far above it."""
     inputs, _ = make_inputs([300], torch.float16, 1, 9, 64)
     inputs["query"][...] = 0
     inputs["query"][..., 0] = 8.0
@@ -357,7 +357,7 @@ def test_lengths(lengths, num_targets, launched):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_repeats_are_bit_equal(dtype, launched):
-    """Whichever chunk of a sample ends last."""
+    """Results do not depend on which chunk of a sample finishes last."""
     inputs, _ = make_inputs([2500, 0, 40, 900], dtype, num_positions=20)
     grad_out = torch.ones_like(inputs["query"])
     first, second = (

@@ -1,4 +1,4 @@
-"""The products on the targets' side of target attention, against the same in fp64."""
+"""The projections of target attention on the side of targets, compared with fp64."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ TILE = 32  # rows of one
 
 
 def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), target_dim=None):
-    """All arguments of the four functions, some targets of them without a history."""
+    """Arguments of the four functions; some targets have no history."""
     generator = torch.Generator().manual_seed(0)
     head_dim, width = widths
     embed_dim = heads * head_dim
@@ -47,7 +47,7 @@ def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), t
 
 
 def results_of(products, inputs, dtype, biased=True, listing=None):
-    """What all four give, in ``dtype``, by what they are called."""
+    """Results of all four functions, in ``dtype``, by name."""
     x = inputs if biased else inputs | dict.fromkeys(("b_q", "b_v", "b_out"))
     u, grad_pooled = (torch.full_like(x["pooled"], torch.nan, dtype=dtype) for _ in range(2))
     q = products.absorb_queries(x["target"], x["w_q"], x["b_q"], x["w_k"], dtype, u, listing)
@@ -66,7 +66,7 @@ def results_of(products, inputs, dtype, biased=True, listing=None):
 
 
 def products_on(device, dtype):
-    """Those that a call on ``device`` takes."""
+    """The functions that a call on ``device`` uses."""
     on_kernels = has_kernels(torch.device(device), dtype)
     return kernel_products if on_kernels else plain_head_products
 
@@ -106,7 +106,7 @@ def test_tf32(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_operands_of_other_dtypes_are_cast(dtype, device):
-    """As if they had been before: the bits are the same."""
+    """Bit-equal to casting operands first."""
     inputs = inputs_of(40, device, dtype)
     other = torch.float16 if dtype == torch.float32 else torch.float32
     products = products_on(device, dtype)
@@ -119,7 +119,7 @@ def test_operands_of_other_dtypes_are_cast(dtype, device):
 
 
 def test_bias_of_values_where_there_is_a_history(device):
-    """Also where its statistics are NaN."""
+    """Also if its statistics are NaN."""
     inputs = inputs_of(3, device)
     inputs["stats"][1] = torch.tensor([[0.0, 0.0], [0.0, 0.5], [torch.nan, 0.0]])
     for name in ("pooled", "b_out"):
@@ -171,7 +171,7 @@ def test_products_list_splits(num_rows, kernel_device):
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 1), (1, 20), (3, 5), (4, 32), (2, 128)])
 @DTYPES
 def test_own_columns(num_rows, heads, head_dim, dtype, device):
-    """To the bit, whatever is in the others."""
+    """Exact copies, whatever the other columns contain."""
     skip_unless_supported(Case("columns", 1, 1, heads, 32, dtype=dtype), device)
     products = products_on(device, dtype)
     width = heads * head_dim

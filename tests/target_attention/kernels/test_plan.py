@@ -36,7 +36,7 @@ CODES = {"num_levels": 3, "history_stride": 13}
 
 @pytest.fixture
 def gpu(monkeypatch, request):
-    """Facts of a GPU by its name."""
+    """Properties of a GPU by name."""
     shared_memory, multiprocessors = {
         "T4": (0, 0), "A10": (A10, 0), "A100": (A100, 0), "B200": (H100, 0), "H100": (H100, 132),
     }[getattr(request, "param", "H100")]  # fmt: skip

@@ -14,12 +14,12 @@ from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients,
 from torchrec_jagged_attn.target_attention.kernels import projections
 from torchrec_jagged_attn.target_attention.kernels.projections import ROWS, parameter_gradients
 
-# Those of a tile and of a split, and one more or less; and some that many splits are needed for.
+# The rows of a tile and of a split, one more and one less; and of many splits.
 NUM_ROWS = [0, 1, 31, 33, 65, ROWS, ROWS + 1, 2 * ROWS + 1, 4096]
 
 
 def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), target_dim=None):
-    """All rows that gradients are sums over: what is added up does not cancel."""
+    """The rows that gradients sum over; terms do not cancel."""
     generator = torch.Generator().manual_seed(0)
     x, y = widths
     rows = ["grad_q", "target", "grad_out", "v", "grad_v"]
@@ -39,7 +39,7 @@ def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), t
 
 
 def gradients_of(inputs, absorbed=True, biased=True, of_values=True):
-    """What is written, where NaN was."""
+    """Gradients, written to buffers of NaN."""
     (heads, x), y = inputs["q"].shape[1:], inputs["pooled"].shape[2]
     width, new = heads * x, inputs["target"].new_full
     rows = ProjectionRows(**inputs)
@@ -63,7 +63,7 @@ def gradients_of(inputs, absorbed=True, biased=True, of_values=True):
 
 
 def expected_of(inputs, absorbed=True, biased=True, of_values=True):
-    """The same, by sums of products."""
+    """The same gradients, by PyTorch."""
     weights = [inputs["grad_q"].T @ inputs["target"]]
     if of_values:
         weights.append(inputs["grad_out"].T @ inputs["v"])
@@ -122,7 +122,7 @@ def test_any_width(heads, widths, dtype, device):
 
 @pytest.mark.parametrize("biased", [True, False])
 def test_materialized_keys_and_values(biased, device):
-    """Their gradients are written elsewhere."""
+    """Only weights of projections that exist have gradients."""
     assert_right(inputs_of(300, device), absorbed=False, biased=biased)
 
 
@@ -138,7 +138,7 @@ def test_materialized_keys_and_values(biased, device):
     ids=str,
 )
 def test_of_queries_and_keys_alone(dtype, absorbed, biased, target_dim, num_rows, device):
-    """Where values are not projected."""
+    """Without a value projection."""
     skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
     inputs = inputs_of(num_rows, device, dtype, 2, (16, 32), target_dim)
     assert_right(inputs, absorbed=absorbed, biased=biased, of_values=False)
@@ -161,7 +161,7 @@ def test_doubles(device):
 
 
 def test_infinities_stay_where_they_are(device):
-    """Also where a tile reads on in the next head."""
+    """Also if a tile also reads the next head."""
     inputs = inputs_of(300, device, heads=3, widths=(5, 20))
     inputs["q"][7, 1, 2] = torch.inf
     inputs["pooled"][8, 1, 3] = torch.nan

@@ -16,9 +16,9 @@ __all__ = [
     "add_to_table",
     "age_bucket",
     "load_bias",
+    "load_row_numbers",
     "recency_bucket",
     "row_buckets",
-    "row_positions",
 ]
 
 
@@ -56,12 +56,12 @@ def age_bucket(time, reference, num_buckets):
 
 
 @triton.jit
-def row_positions(biases, n, visible):
-    """Positions of the rows ``n`` (int64): ``n`` itself, if none are given."""
-    positions = n
+def load_row_numbers(biases, n, visible):
+    """Numbers of the rows ``n`` (int64), by default ``n``: see ``TargetArguments``."""
+    numbers = n
     if biases.row_numbers is not None:
-        positions = tl.load(biases.row_numbers + n, mask=visible, other=0).to(tl.int64)
-    return positions
+        numbers = tl.load(biases.row_numbers + n, mask=visible, other=0).to(tl.int64)
+    return numbers
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def row_buckets(n, visible, offsets_ptr, biases, sample, C: tl.constexpr):
     distance = last - n
     if biases.row_numbers is not None:
         end = tl.load(biases.row_number_ends + sample).to(tl.int64)
-        distance = end - 1 - row_positions(biases, n, visible)
+        distance = end - 1 - load_row_numbers(biases, n, visible)
     of_position = recency_bucket(distance.to(tl.int32), C.P)
     of_age = of_position
     if C.A > 0:
@@ -112,8 +112,8 @@ def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr
             ptrs = biases.age_bias + of_age * C.H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     if biases.row_dropout is not None:
-        positions = row_positions(biases, n, visible).to(tl.int64)
-        dropped = is_dropped(biases.row_dropout, positions) & mask
+        numbers = load_row_numbers(biases, n, visible).to(tl.int64)
+        dropped = is_dropped(biases.row_dropout, numbers) & mask
         bias = tl.where(dropped, -float("inf"), bias)
     return bias
 

@@ -1,8 +1,8 @@
 """Dropout masks by counter-based random numbers, so that none is stored.
 
-Rows: the counter of SplitMix64 (Steele, Lea and Flood, OOPSLA '14) is the position of the row, so
+Rows: the counter of SplitMix64 (Steele, Lea and Flood, OOPSLA '14) is the number of the row, so
 that forward, backward and all devices agree. Weights: SplitMix64 of the query row (over all samples
-and heads) is mixed with the position of the history row by the finalizer of MurmurHash3 (Appleby).
+and heads) is mixed with the number of the history row by the finalizer of MurmurHash3 (Appleby).
 ``attention/cpu_dropout.py`` is the same in PyTorch.
 """
 
@@ -57,7 +57,7 @@ def element_draws(draws, n):
 def drop_weights(x, dropout_ptr, draws, n):
     """Dropout of weights, or of their gradients, ``x``.
 
-    ``draws`` of query rows and positions ``n`` (int64) of history rows broadcast to ``x``.
+    ``draws`` of query rows and row numbers ``n`` (int64) broadcast to ``x``.
     """
     if dropout_ptr is not None:
         bits = element_draws(draws, n)

@@ -32,6 +32,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     indices_to_store,
     load_bias,
     load_components,
+    load_row_numbers,
     load_rows,
     load_targets,
     next_indices,
@@ -41,7 +42,6 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     ring_layout,
     row_buckets,
     row_components,
-    row_positions,
     rows_of_sample,
     score_gradients,
     store_components,
@@ -210,7 +210,7 @@ def backward_kernel(
             visible = (n < end)[None, :]
             buckets = row_buckets(n, biases, chunk, C)
             bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=1)
-            numbers = row_positions(biases, chunk.first + n, n < end)[None, :]
+            numbers = load_row_numbers(biases, chunk.first + n, n < end)[None, :]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = exp(dots * scale + bias - maximum[:, None], C.COMPONENTS) * inverse[:, None]

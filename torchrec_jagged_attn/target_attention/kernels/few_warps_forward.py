@@ -29,6 +29,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     find_chunk,
     load_bias,
     load_components,
+    load_row_numbers,
     load_rows,
     next_indices,
     open_ring,
@@ -36,7 +37,6 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     query_draws,
     row_buckets,
     row_components,
-    row_positions,
     rows_of_sample,
     store_components,
     store_rows,
@@ -120,7 +120,7 @@ def forward_kernel(
                 total = total * rescale + gl.sum(p, 1)
             else:
                 p = weights_and_slopes(scores, C.SCORE, C.COMPONENTS > 1)[0]
-            numbers = row_positions(biases, chunk.first + n, n < end)[None, :]
+            numbers = load_row_numbers(biases, chunk.first + n, n < end)[None, :]
             p = drop_weights(p, biases.dropout, draws, numbers)
             weights = decompose(gl.convert_layout(p.to(dtype), left), C.COMPONENTS)
             new_accs = ()

@@ -24,8 +24,8 @@ from torchrec_jagged_attn.attention.kernels.biases import (
     add_heads,
     add_to_table,
     load_bias,
+    load_row_numbers,
     row_buckets,
-    row_positions,
 )
 from torchrec_jagged_attn.attention.kernels.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.attention.kernels.scores import weights_and_slopes
@@ -89,14 +89,14 @@ def _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scal
     dots = product(x, tl.trans(queries.q), C.PRECISION)
     dp = product(x, tl.trans(queries.grad_out), C.PRECISION)
     dropout, draws = biases.dropout, queries.draws[None, :]
-    positions = row_positions(biases, n, visible)
-    dp = drop_weights(dp, dropout, draws, positions)
+    numbers = load_row_numbers(biases, n, visible)
+    dp = drop_weights(dp, dropout, draws, numbers)
     if C.SCORE == "softmax":
         p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse, 0, LOG2E)
         ds = score_gradients(p, dp, queries.delta, grad_lse, alone, AXIS=0)
-        return drop_weights(p, dropout, draws, positions), ds
+        return drop_weights(p, dropout, draws, numbers), ds
     p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)
-    p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, positions)
+    p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, numbers)
     return p, tl.where(visible, slope * dp, 0.0)
 
 

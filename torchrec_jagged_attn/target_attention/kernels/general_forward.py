@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.attention.kernels.biases import load_bias, row_positions
+from torchrec_jagged_attn.attention.kernels.biases import load_bias, load_row_numbers
 from torchrec_jagged_attn.attention.kernels.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.attention.kernels.scores import weights_and_slopes
 from torchrec_jagged_attn.runtime.kernels.matmul import product
@@ -79,7 +79,7 @@ def forward_kernel(
         else:
             p = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)[0]
             p = tl.where(visible, p, 0.0)
-        p = drop_weights(p, biases.dropout, draws, row_positions(biases, n, visible))
+        p = drop_weights(p, biases.dropout, draws, load_row_numbers(biases, n, visible))
         acc = tl.dot(tl.trans(x), p.to(x.dtype), acc, input_precision=C.PRECISION)
 
     if C.SCORE != "softmax":  # no normalization: a total of one over all chunks of a sample

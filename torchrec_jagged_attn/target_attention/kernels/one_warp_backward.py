@@ -41,6 +41,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     load_bias,
     load_columns,
     load_components,
+    load_row_numbers,
     load_rows,
     load_targets,
     next_indices,
@@ -50,7 +51,6 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     query_draws,
     row_buckets,
     row_components,
-    row_positions,
     rows_of_sample,
     score_gradients,
     store_components,
@@ -344,7 +344,7 @@ def backward_kernel(
             visible = (n < end)[:, None]
             buckets = row_buckets(n, biases, chunk, C)
             bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=0)
-            numbers = row_positions(biases, chunk.first + n, n < end)[:, None]
+            numbers = load_row_numbers(biases, chunk.first + n, n < end)[:, None]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = exp(dots * scale + bias - maximum[None, :], C.COMPONENTS) * inverse[None, :]

@@ -37,13 +37,13 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     load_bias,
     load_columns,
     load_components,
+    load_row_numbers,
     next_indices,
     open_ring,
     product,
     query_draws,
     row_buckets,
     row_components,
-    row_positions,
     rows_of_sample,
     store_components,
     store_rows,
@@ -120,7 +120,7 @@ def forward_kernel(
                 total = total * rescale + p
             else:
                 p = weights_and_slopes(scores, C.SCORE, C.COMPONENTS > 1)[0]
-            numbers = row_positions(biases, chunk.first + n, n < end)[:, None]
+            numbers = load_row_numbers(biases, chunk.first + n, n < end)[:, None]
             p = drop_weights(p, biases.dropout, draws, numbers)
             weights = decompose(gl.convert_layout(p.to(dtype), RIGHT), C.COMPONENTS)
             new_accs = ()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.attention.kernels.biases import load_bias, row_positions
+from torchrec_jagged_attn.attention.kernels.biases import load_bias, load_row_numbers
 from torchrec_jagged_attn.attention.kernels.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.attention.kernels.scores import weights_and_slopes
 from torchrec_jagged_attn.runtime.kernels.jagged import find_samples
@@ -160,8 +160,8 @@ def _add_pairs(
     bias = load_bias(biases, samples.offsets, sample, n, visible, r, count, C)
     draws = query_draws(biases.dropout, own_row)
     scores = tl.sum(q * x[None, :], 1) * scale + bias
-    positions = row_positions(biases, n, visible)
-    dp = drop_weights(tl.sum(grad_out * x[None, :], 1), biases.dropout, draws, positions)
+    numbers = load_row_numbers(biases, n, visible)
+    dp = drop_weights(tl.sum(grad_out * x[None, :], 1), biases.dropout, draws, numbers)
     if C.SCORE == "softmax":
         maximum, inverse = load_stats(queries.stats, num_query_rows, own_row, visible)
         delta = tl.load(queries.delta + own_row, mask=visible, other=0.0)
@@ -175,7 +175,7 @@ def _add_pairs(
         exact: tl.constexpr = queries.query.dtype.element_ty == tl.float32
         p, slope = weights_and_slopes(scores, C.SCORE, exact)
         ds = slope * dp
-    p = drop_weights(tl.where(visible, p, 0.0), biases.dropout, draws, positions)
+    p = drop_weights(tl.where(visible, p, 0.0), biases.dropout, draws, numbers)
     ds = tl.where(visible, ds * scale, 0.0)
     return acc + p[:, None] * grad_out + ds[:, None] * q
 

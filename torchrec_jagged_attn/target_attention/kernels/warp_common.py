@@ -49,6 +49,7 @@ __all__ = [
     "load_bias",
     "load_columns",
     "load_components",
+    "load_row_numbers",
     "load_rows",
     "load_targets",
     "next_indices",
@@ -60,7 +61,6 @@ __all__ = [
     "row_buckets",
     "row_components",
     "row_layout",
-    "row_positions",
     "rows_of_sample",
     "score_gradients",
     "store_components",
@@ -81,7 +81,7 @@ PROGRAMS = gl.constexpr(1024)  # of one warp that a GPU runs at a time, about
 
 age_bucket = gluon.jit(in_triton.age_bucket.fn)
 recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
-row_positions = gluon.jit(in_triton.row_positions.fn)
+load_row_numbers = gluon.jit(in_triton.load_row_numbers.fn)
 is_dropped = gluon.jit(dropout_in_triton.is_dropped.fn)
 query_draws = gluon.jit(dropout_in_triton.query_draws.fn)
 drop_weights = gluon.jit(dropout_in_triton.drop_weights.fn)
@@ -464,7 +464,7 @@ def row_buckets(n, biases, chunk, C: gl.constexpr):
     distance = chunk.length - 1 - n
     if biases.row_numbers is not None:
         end = gl.load(biases.row_number_ends + chunk.sample).to(gl.int64)
-        distance = end - 1 - row_positions(biases, chunk.first + n, n < chunk.length)
+        distance = end - 1 - load_row_numbers(biases, chunk.first + n, n < chunk.length)
         distance = distance.to(gl.int32)
     of_position = recency_bucket(distance, C.P)
     of_age = of_position
@@ -510,7 +510,7 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.con
         ptrs = biases.age_bias + (of_age * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     if biases.row_dropout is not None:
-        dropped = is_dropped(biases.row_dropout, row_positions(biases, first + n, visible))
+        dropped = is_dropped(biases.row_dropout, load_row_numbers(biases, first + n, visible))
         bias = gl.where(dropped & mask, -float("inf"), bias)
     return bias
 

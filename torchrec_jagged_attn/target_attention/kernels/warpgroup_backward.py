@@ -37,11 +37,11 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     decompose,
     drop_weights,
     find_listed_chunk,
+    load_row_numbers,
     load_rows,
     query_draws,
     row_buckets,
     row_layout,
-    row_positions,
     score_gradients,
     weights_and_slopes,
 )
@@ -168,7 +168,7 @@ def backward_kernel(
             n = start + index
             visible = (n < end)[:, None]
             scores = add_biases(dots * (scale * LOG2E), biases, start, chunk, count, C)
-            numbers = row_positions(biases, chunk.first + n, n < end)[:, None]
+            numbers = load_row_numbers(biases, chunk.first + n, n < end)[:, None]
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = gl.where(visible, gl.exp2(scores - shift), 0.0)

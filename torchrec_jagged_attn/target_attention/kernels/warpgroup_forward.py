@@ -33,8 +33,8 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     LOG2E,
     drop_weights,
     find_listed_chunk,
+    load_row_numbers,
     query_draws,
-    row_positions,
     weights_and_slopes,
 )
 from torchrec_jagged_attn.target_attention.kernels.warpgroup_common import (
@@ -117,7 +117,7 @@ def forward_kernel(
             visible = (n < end)[:, None]
             scores = add_biases(dots * (scale * LOG2E), biases, start, chunk, count, C)
             scores = gl.where(visible, scores, -float("inf"))
-            numbers = row_positions(biases, chunk.first + n, n < end)[:, None]
+            numbers = load_row_numbers(biases, chunk.first + n, n < end)[:, None]
             if C.SCORE == "softmax":
                 below = scores - shift[None, :]
                 p = gl.exp2(below)
