@@ -6,9 +6,9 @@
 A document marks the place of a table by two comments, ``<!-- table: NAME -->`` and ``<!-- end of
 table -->``, that of a plot by ``<!-- plot: NAME -->`` and ``<!-- end of plot -->``. A table is one
 of TABLES of ``specs.py``, from the figures under ``results/``; or ``absorbed_or_materialized``; or,
-for a table of kernel variants, a module of the package that defines ``PATHS``. Plots are those of
-``plots.py``. While a file of its figures is not there, the place of a table says so, and that of a
-plot stays empty. Rows and columns of which nothing is known are left out.
+for a table of kernel variants, a module of the package that defines ``VARIANTS``. Plots are those
+of ``plots.py``. While a file of its figures is not there, the place of a table says so, and that of
+a plot stays empty. Rows and columns of which nothing is known are left out.
 """
 
 import argparse
@@ -127,26 +127,26 @@ def _markdown(heads: list[str], rows: list[str], below: list[str]) -> str:
     return "\n".join(lines)
 
 
-def paths_table(module: str) -> str:
+def variants_table(module: str) -> str:
     """The kernel variants of a module in the order of dispatch, where each runs, for what calls.
 
-    Conditions of all but the last come below. ``PATHS`` may also be such lists, by op.
+    Conditions of all but the last come below. ``VARIANTS`` may also be such lists, by op.
     """
-    paths = importlib.import_module(f"{PACKAGE}.{module}").PATHS
-    by_op = paths if isinstance(paths, dict) else {"": paths}
+    variants = importlib.import_module(f"{PACKAGE}.{module}").VARIANTS
+    by_op = variants if isinstance(variants, dict) else {"": variants}
     rows, below = [], []
     for op, of_op in by_op.items():
-        asked = [[text for text, _ in path.conditions] for path in of_op]
+        asked = [[text for text, _ in variant.conditions] for variant in of_op]
         several = len(of_op) > 2
         common = [text for text in asked[0] if several and all(text in own for own in asked[:-1])]
-        for path, texts in zip(of_op, asked, strict=True):
+        for variant, texts in zip(of_op, asked, strict=True):
             own = [text for text in texts if text not in common]
-            takes = "; ".join([path.samples] * bool(path.samples) + own) or "all else"
-            runs_on = "any" if path.runs_on(torch.device("cpu")) else path.device
-            rows.append(" | ".join([f"`{op}`"] * bool(op) + [f"`{path.name}`", runs_on, takes]))
+            takes = "; ".join([variant.samples] * bool(variant.samples) + own) or "all else"
+            runs_on = "any" if variant.runs_on(torch.device("cpu")) else variant.device
+            rows.append(" | ".join([f"`{op}`"] * bool(op) + [f"`{variant.name}`", runs_on, takes]))
         if common:
             below += [f"All but `{of_op[-1].name}` also require: {'; '.join(common)}."]
-    heads = ["op"] * isinstance(paths, dict) + ["variant", "GPU", "calls"]
+    heads = ["op"] * isinstance(variants, dict) + ["variant", "GPU", "calls"]
     return _markdown(heads, rows, below)
 
 
@@ -190,7 +190,7 @@ def table_of(name: str) -> str:
     """The lines of a table, by what its place names."""
     if name in TABLES:
         return figures_table(TABLES[name])
-    return crossover_table() if name == "absorbed_or_materialized" else paths_table(name)
+    return crossover_table() if name == "absorbed_or_materialized" else variants_table(name)
 
 
 def places(kind: str) -> re.Pattern:

@@ -54,7 +54,7 @@ def test_json_has_the_three_tables(capsys):
     assert tables["packages"]["torch"] == torch.__version__
     assert tables["packages"].items() >= dict(__main__.versions()).items()
     assert tables["devices"] == {str(device): about for device, about in __main__.devices()}
-    assert [tuple(row.values()) for row in tables["ops"]] == __main__.paths()
+    assert [tuple(row.values()) for row in tables["ops"]] == __main__.variants()
     assert all(list(row) == ["op", "device", "path", "why"] for row in tables["ops"])
 
 
@@ -151,7 +151,7 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
     monkeypatch.setattr(devices, "gluon_shared_memory", lambda device: room)
     monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: multiprocessors)
     paths = {}
-    for op, _, path, why in __main__.paths():
+    for op, _, path, why in __main__.variants():
         assert why
         paths.setdefault(op, []).append(path)
     flash = ["general_short", "general"]

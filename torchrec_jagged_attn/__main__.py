@@ -1,4 +1,4 @@
-"""``python -m torchrec_jagged_attn``: versions, devices, and the paths of each op here, and why."""
+"""``python -m torchrec_jagged_attn``: versions, devices, and the kernel variants of each op."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torchrec_jagged_attn.flash_attention import extension
 from torchrec_jagged_attn.flash_attention import plan as flash_plan
 from torchrec_jagged_attn.interaction import plan as interaction_plan
 from torchrec_jagged_attn.runtime.calls import DEVICES, ENABLED, replay_extension
+from torchrec_jagged_attn.runtime.dispatch import table
 from torchrec_jagged_attn.runtime.extension import summary
-from torchrec_jagged_attn.runtime.paths import table
 from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
 from torchrec_jagged_attn.target_attention import plan as target_plan
 
-MODULE_PATHS = {"JaggedTargetAttention": multi_head_target_attention.PATHS}
+MODULE_VARIANTS = {"JaggedTargetAttention": multi_head_target_attention.VARIANTS}
 
 
 def versions() -> list[tuple[str, str]]:
@@ -60,43 +60,43 @@ def devices() -> list[tuple[torch.device, str]]:
     return found
 
 
-def paths() -> list[tuple[str, str, str, str]]:
-    """Op, device, path and what it takes, for every public op on every device here.
+def variants() -> list[tuple[str, str, str, str]]:
+    """Op, device, kernel variant and what it supports, for every public op on every device here.
 
     After the ops come modules that choose between ops.
     """
     names = [name for name in ops.__all__ if name.islower()]  # the others are types
-    names += MODULE_PATHS
+    names += MODULE_VARIANTS
     return [
-        (name, str(device), *path)
+        (name, str(device), *variant)
         for name in names
         for device, _ in devices()
-        for path in paths_of(name, device)
+        for variant in variants_of(name, device)
     ]
 
 
-def paths_of(name: str, device: torch.device) -> list[tuple[str, str]]:
-    """The paths of an op on a device, in the order in which they are asked, and what each takes."""
-    if name in MODULE_PATHS:
-        return list(table(MODULE_PATHS[name], device).items())
-    path, why = implementation(device)
-    if path == "triton" and (of_op := kernel_paths(name, device)):
+def variants_of(name: str, device: torch.device) -> list[tuple[str, str]]:
+    """The kernel variants of an op on a device, in their order, and what each supports."""
+    if name in MODULE_VARIANTS:
+        return list(table(MODULE_VARIANTS[name], device).items())
+    variant, why = implementation(device)
+    if variant == "triton" and (of_op := kernel_variants(name, device)):
         return list(of_op.items())
-    if path == "reference" and name.endswith("_attention"):
-        return [cpu_path()]
-    return [(path, why)]
+    if variant == "reference" and name.endswith("_attention"):
+        return [cpu_variant()]
+    return [(variant, why)]
 
 
-def kernel_paths(name: str, device: torch.device) -> dict[str, str]:
-    """The paths of an op's kernels on a device; none where the op has one only."""
+def kernel_variants(name: str, device: torch.device) -> dict[str, str]:
+    """The kernel variants of an op's kernels on a device; none where the op has one only."""
     of_attention = {
-        "jagged_flash_attention": flash_plan.PATHS,
-        "jagged_target_attention": target_plan.PATHS,
+        "jagged_flash_attention": flash_plan.VARIANTS,
+        "jagged_target_attention": target_plan.VARIANTS,
     }
-    return table((of_attention | interaction_plan.PATHS).get(name, ()), device)
+    return table((of_attention | interaction_plan.VARIANTS).get(name, ()), device)
 
 
-def cpu_path() -> tuple[str, str]:
+def cpu_variant() -> tuple[str, str]:
     """What computes attention on a CPU, and why."""
     try:
         extension.build()
@@ -163,11 +163,11 @@ def main(argv: list[str] | None = None) -> int:
         print("Building the C++ for CPUs, once, in some 15 s …", file=sys.stderr, flush=True)
     columns = ("op", "device", "path", "why")
     if args.json:
-        of_ops = [dict(zip(columns, row, strict=True)) for row in paths()]
+        of_ops = [dict(zip(columns, row, strict=True)) for row in variants()]
         tables = {"packages": dict(packages), "devices": dict(about), "ops": of_ops}
         print(json.dumps(tables, indent=2))
     else:
-        print_table([columns, *paths()])
+        print_table([columns, *variants()])
     return 0
 
 

@@ -22,8 +22,8 @@ from specs import TABLES, Table
 
 from tests.benchmarks import made_up_results
 from tests.benchmarks.test_figures import write
-from torchrec_jagged_attn.runtime import paths
-from torchrec_jagged_attn.runtime.paths import Condition
+from torchrec_jagged_attn.runtime import dispatch
+from torchrec_jagged_attn.runtime.dispatch import Condition
 from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
 
 CROSSOVER = "<!-- table: crossover -->\n"
@@ -202,19 +202,19 @@ def test_all_histories_have_words(name):
 
 def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
     a, b, c = (Condition(text, bool) for text in "abc")
-    narrow = paths.Path("narrow", (a, b), lambda device: False, device="a Hopper GPU")
-    wide = paths.Path("wide", (b, c), samples="short ones")
-    general = paths.Path("general")
-    monkeypatch.setattr(paths, "PATHS", (narrow, wide, general), raising=False)
-    assert report.paths_table("runtime.paths").splitlines()[2:] == [
+    narrow = dispatch.KernelVariant("narrow", (a, b), lambda device: False, device="a Hopper GPU")
+    wide = dispatch.KernelVariant("wide", (b, c), samples="short ones")
+    general = dispatch.KernelVariant("general")
+    monkeypatch.setattr(dispatch, "VARIANTS", (narrow, wide, general), raising=False)
+    assert report.variants_table("runtime.dispatch").splitlines()[2:] == [
         "| `narrow` | a Hopper GPU | a |",
         "| `wide` | any | short ones; c |",
         "| `general` | any | all else |",
         "",
         "All but `general` also require: b.",
     ]
-    monkeypatch.setattr(paths, "PATHS", {"op": (narrow, general)})
-    assert report.paths_table("runtime.paths").splitlines() == [
+    monkeypatch.setattr(dispatch, "VARIANTS", {"op": (narrow, general)})
+    assert report.variants_table("runtime.dispatch").splitlines() == [
         "| op | variant | GPU | calls |",
         "|---|---|---|---|",
         "| `op` | `narrow` | a Hopper GPU | a; b |",

@@ -1,6 +1,6 @@
 """Dispatch of jagged flash attention: kernel variants, tile sizes and their conditions.
 
-``PATHS`` lists the variants. Some compute short samples only, each as a whole, all pairs of rows at
+``VARIANTS`` lists them. Some compute short samples only, each as a whole, all pairs of rows at
 once; the others divide samples into tiles (``tile_list.py``). Tile sizes are the fastest of those
 tried on an H200.
 
@@ -20,15 +20,15 @@ import torch
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.flash_attention.kernels import general_short, hopper_short
 from torchrec_jagged_attn.flash_attention.kernels.records import Constants
+from torchrec_jagged_attn.runtime.dispatch import Choice, Condition, KernelVariant, choose
 from torchrec_jagged_attn.runtime.kernels.matmul import (
     MAX_DECOMPOSED_WIDTH,
     gradient_precision,
     padded_width,
     tile_rows,
 )
-from torchrec_jagged_attn.runtime.paths import Choice, Condition, Path, choose
 
-__all__ = ["PATHS", "Call", "Plan", "plan_of"]
+__all__ = ["VARIANTS", "Call", "Plan", "plan_of"]
 
 
 class Call(NamedTuple):
@@ -117,8 +117,8 @@ _IN_BOXES = Condition(
     lambda call: call.in_boxes,
 )
 
-PATHS = (
-    Path(
+VARIANTS = (
+    KernelVariant(
         "hopper_short",
         (
             _HALF,
@@ -136,7 +136,7 @@ PATHS = (
         device="a Hopper GPU",
         samples=f"samples of at most {hopper_short.MOST_ROWS} rows on both sides",
     ),
-    Path(
+    KernelVariant(
         "general_short",
         (
             _HALF,
@@ -145,7 +145,7 @@ PATHS = (
         ),
         samples=f"samples of at most {general_short.MOST_ROWS} rows on both sides",
     ),
-    Path(
+    KernelVariant(
         "hopper",
         (
             _HALF,
@@ -158,9 +158,9 @@ PATHS = (
         runs_on=_is_hopper,
         device="a Hopper GPU",
     ),
-    Path("general"),
+    KernelVariant("general"),
 )
-_OF_LONG_SAMPLES = tuple(path for path in PATHS if not path.samples)
+_OF_LONG_SAMPLES = tuple(variant for variant in VARIANTS if not variant.samples)
 _MOST_ROWS = {"hopper_short": hopper_short.MOST_ROWS, "general_short": general_short.MOST_ROWS}
 
 
@@ -187,12 +187,12 @@ class Plan:
     @property
     def on_hopper(self) -> bool:
         """Whether Hopper kernels compute the long samples."""
-        return self.long_samples.path == "hopper"
+        return self.long_samples.variant == "hopper"
 
     @property
     def short_on_hopper(self) -> bool:
         """Whether Hopper kernels compute the short samples."""
-        return self.short_samples.path == "hopper_short"
+        return self.short_samples.variant == "hopper_short"
 
     @functools.cached_property
     def short(self) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def _plain_precision(call: Call) -> str:
 @functools.cache
 def plan_of(call: Call) -> Plan:
     """The plan of ``call``."""
-    short = choose(PATHS, call.device, call)
+    short = choose(VARIANTS, call.device, call)
     precision = _plain_precision(call)
     if call.padded_width <= MAX_DECOMPOSED_WIDTH:
         precision = gradient_precision(call.precision)
@@ -299,7 +299,7 @@ def plan_of(call: Call) -> Plan:
         call=call,
         short_samples=short,
         long_samples=choose(_OF_LONG_SAMPLES, call.device, call),
-        most_short=_MOST_ROWS.get(short.path, 0),
+        most_short=_MOST_ROWS.get(short.variant, 0),
         together=2**16 // (1 << (call.num_key_heads - 1).bit_length()),
         constants=Constants(
             H=call.num_heads,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.runtime.dispatch import Condition, KernelVariant
 from torchrec_jagged_attn.runtime.kernels.tma import is_addressable
-from torchrec_jagged_attn.runtime.paths import Condition, Path
 
-__all__ = ["LONGEST_COLUMN", "LONGEST_WHOLE_ROW", "PATHS", "PairProduct"]
+__all__ = ["LONGEST_COLUMN", "LONGEST_WHOLE_ROW", "VARIANTS", "PairProduct"]
 
 # With fewer rows of x per sample, tiles of x are mostly empty: the general kernel, which needs no
 # list of tiles, is then as fast or faster on an H200.
@@ -43,9 +43,9 @@ def _can_copy_rows(call: PairProduct) -> bool:
 
 # By op. The kernels of a product of pairs are bit-equal, so that the mean length, which depends on
 # other samples, may decide. Softmax kernels decide per sample, on the device.
-PATHS = {
+VARIANTS = {
     "jagged_jagged_bmm_jagged_out": (
-        Path(
+        KernelVariant(
             "hopper_pairs",
             (
                 Condition(
@@ -64,14 +64,14 @@ PATHS = {
             runs_on=lambda device: devices.hopper_multiprocessors(device) > 0,
             device="a Hopper GPU",
         ),
-        Path("general"),
+        KernelVariant("general"),
     ),
     "jagged_softmax": (
-        Path("short_columns", samples=f"samples of up to {LONGEST_COLUMN} rows"),
-        Path("long_lines"),
+        KernelVariant("short_columns", samples=f"samples of up to {LONGEST_COLUMN} rows"),
+        KernelVariant("long_lines"),
     ),
     "jagged2_softmax": (
-        Path("whole_rows", samples=f"samples of up to {LONGEST_WHOLE_ROW} rows of y"),
-        Path("long_lines"),
+        KernelVariant("whole_rows", samples=f"samples of up to {LONGEST_WHOLE_ROW} rows of y"),
+        KernelVariant("long_lines"),
     ),
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from triton.knobs import runtime
 
-from torchrec_jagged_attn.runtime import paths
+from torchrec_jagged_attn.runtime import dispatch
 from torchrec_jagged_attn.runtime.extension import Extension
 from torchrec_jagged_attn.runtime.recording import record
 
@@ -30,7 +30,7 @@ replay_extension = Extension(
     is_module=True,
     without="calls take the host longer, in Python",
 )
-ENABLED = os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY") != "0" and not paths.LOG
+ENABLED = os.environ.get("TORCHREC_JAGGED_ATTN_REPLAY") != "0" and not dispatch.LOG
 # Devices whose calls are replayed: where kernels are launched, and the host must not be late.
 DEVICES = {"cuda"} if torch.version.cuda is not None else set()
 is_capturing = torch.cuda.is_current_stream_capturing if DEVICES else lambda: False

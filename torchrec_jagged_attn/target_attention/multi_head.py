@@ -61,8 +61,8 @@ from torchrec_jagged_attn.checks import MAX_WIDTH
 from torchrec_jagged_attn.devices import has_kernels
 from torchrec_jagged_attn.flash_attention import api as flash_attention
 from torchrec_jagged_attn.flash_attention.arguments import FlashArguments, FlashOutputs
-from torchrec_jagged_attn.runtime import paths
-from torchrec_jagged_attn.runtime.paths import Condition, Path
+from torchrec_jagged_attn.runtime import dispatch
+from torchrec_jagged_attn.runtime.dispatch import Condition, KernelVariant
 from torchrec_jagged_attn.runtime.registration import register_op
 from torchrec_jagged_attn.target_attention import api as target_attention
 from torchrec_jagged_attn.target_attention import cpu_projections as cpu_products
@@ -80,7 +80,7 @@ from torchrec_jagged_attn.target_attention.kernels.attention import listing_of
 from torchrec_jagged_attn.target_attention.kernels.projections import parameter_gradients
 
 __all__ = [
-    "PATHS",
+    "VARIANTS",
     "call_multi_head_target_attention",
     "is_materialized",
     "multi_head_target_attention",
@@ -100,12 +100,12 @@ ROWS_TO_FILL = {"cuda": 8192, "cpu": 0}
 
 
 def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
-    if paths.LOG:
-        choice = paths.choose(PATHS, args.history.device, args)
-        paths.log_choice("JaggedTargetAttention", choice)
-        if choice.path == "absorbed":
-            choice = paths.choose(PRODUCT_PATHS, args.history.device, args)
-            paths.log_choice("JaggedTargetAttention, products of heads", choice)
+    if dispatch.LOG:
+        choice = dispatch.choose(VARIANTS, args.history.device, args)
+        dispatch.log_choice("JaggedTargetAttention", choice)
+        if choice.variant == "absorbed":
+            choice = dispatch.choose(PRODUCT_VARIANTS, args.history.device, args)
+            dispatch.log_choice("JaggedTargetAttention, products of heads", choice)
     target, weights, dtype = args.target, args.weights, args.dtype
     rows = target.reshape(-1, target.shape[-1])
     w_q, w_k, w_v = _projections(weights.of_inputs, args.num_heads)
@@ -275,7 +275,7 @@ def _backward(
 
 def is_materialized(args: MultiHeadArguments) -> bool:
     """Whether to make keys and values."""
-    return PATHS[0].takes(args.history.device, args)
+    return VARIANTS[0].supports(args.history.device, args)
 
 
 def _is_cheaper_materialized(args: MultiHeadArguments) -> bool:
@@ -303,8 +303,8 @@ def _is_cheaper_materialized(args: MultiHeadArguments) -> bool:
     return absorbed > materialized
 
 
-PATHS = (
-    Path(
+VARIANTS = (
+    KernelVariant(
         "materialized",
         (
             Condition("score='softmax'", lambda args: args.score == "softmax"),
@@ -322,11 +322,11 @@ PATHS = (
             ),
         ),
     ),
-    Path("absorbed"),
+    KernelVariant("absorbed"),
 )
 """Whether keys and values are made: those of ``JaggedTargetAttention``."""
-PRODUCT_PATHS = (
-    Path(
+PRODUCT_VARIANTS = (
+    KernelVariant(
         "kernels",
         (
             Condition(
@@ -339,7 +339,7 @@ PRODUCT_PATHS = (
             ),
         ),
     ),
-    Path("pytorch"),
+    KernelVariant("pytorch"),
 )
 """Of absorbed keys and values: what multiplies on the targets' side."""
 
@@ -442,7 +442,7 @@ def _row_offsets(args: MultiHeadArguments) -> Tensor:
 
 def _head_products(args: MultiHeadArguments) -> ModuleType:
     """What multiplies on the targets' side."""
-    on_kernels = PRODUCT_PATHS[0].takes(args.history.device, args)
+    on_kernels = PRODUCT_VARIANTS[0].supports(args.history.device, args)
     return kernel_products if on_kernels else cpu_products
 
 

@@ -22,9 +22,9 @@ import torch
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.codes import codes_per_byte
+from torchrec_jagged_attn.runtime.dispatch import Condition, KernelVariant, choose
 from torchrec_jagged_attn.runtime.kernels.matmul import MAX_DECOMPOSED_WIDTH, padded_width
 from torchrec_jagged_attn.runtime.launch import overlap_options
-from torchrec_jagged_attn.runtime.paths import Condition, Path, choose
 from torchrec_jagged_attn.target_attention.kernels import schedule
 from torchrec_jagged_attn.target_attention.kernels.records import Constants
 from torchrec_jagged_attn.target_attention.kernels.row_gradients import (
@@ -37,8 +37,8 @@ from torchrec_jagged_attn.target_attention.kernels.warpgroup_backward import BUC
 __all__ = [
     "DENSE",
     "JAGGED",
-    "PATHS",
     "SHARED",
+    "VARIANTS",
     "Call",
     "Plan",
     "plan_of",
@@ -160,8 +160,8 @@ _MORE_ROWS = (
     ),
     Condition("width up to 128", lambda x: x.width <= 128),
 )
-PATHS = (
-    Path(
+VARIANTS = (
+    KernelVariant(
         "one_warp",
         (
             Condition(
@@ -174,7 +174,7 @@ PATHS = (
         runs_on=lambda device: devices.gluon_shared_memory(device) > 0,
         device="an Ampere GPU or later",
     ),
-    Path(
+    KernelVariant(
         "warpgroup",
         (
             *_MORE_ROWS,
@@ -198,7 +198,7 @@ PATHS = (
         runs_on=lambda device: devices.hopper_multiprocessors(device) > 0,
         device="a Hopper GPU",
     ),
-    Path(
+    KernelVariant(
         "few_warps",
         (
             *_MORE_ROWS,
@@ -216,7 +216,7 @@ PATHS = (
         runs_on=lambda device: devices.gluon_shared_memory(device) >= MIN_SHARED_MEMORY_FEW_WARPS,
         device="an H100 or later: 196 KiB of shared memory",
     ),
-    Path("general"),
+    KernelVariant("general"),
 )
 
 
@@ -226,7 +226,7 @@ class Plan:
     Attributes:
         call: what the plan is for.
         choice: the variant that serves it, and why faster ones do not.
-        path: name of the variant.
+        variant: its name.
         tiles: compile-time sizes of tiles and chunks.
         listed: whether chunks are found by a list of splits, and combined by the last program.
         overlap: whether launches overlap.
@@ -244,11 +244,11 @@ class Plan:
 
     def __init__(self, call: Call) -> None:
         x = self.call = call
-        self.choice = choose(PATHS, x.device, x)
-        self.path = self.choice.path
+        self.choice = choose(VARIANTS, x.device, x)
+        self.variant = self.choice.variant
         self.overlap = devices.launches_overlap(x.device)
-        self.listed = self.path in ("one_warp", "warpgroup")
-        self.tiles = tiles_of(self.path, x)
+        self.listed = self.variant in ("one_warp", "warpgroup")
+        self.tiles = tiles_of(self.variant, x)
         self.block_r = self.tiles["BLOCK_R"]
         self.chunk = self.tiles["CHUNK"]
         jagged = x.layout == JAGGED
@@ -260,7 +260,7 @@ class Plan:
         self.split_rows = self.block_r if jagged else min(x.query_rows, self.block_r)
         # A single pass computes delta from outputs, which in Triton's kernels is less exact than
         # fp32.
-        single_pass = x.half or self.path in ("one_warp", "few_warps")
+        single_pass = x.half or self.variant in ("one_warp", "few_warps")
         self.one_block = single_pass and (jagged or x.query_rows <= self.block_r)
         self.more_blocks = jagged or not self.one_block
 
@@ -301,11 +301,11 @@ class Plan:
         """Compile-time arguments and launch options of the variant's main kernels."""
         x = self.call
         more: dict[str, Any] = {"COMPONENTS": 1 if x.half else 2 if x.precision == "tf32" else 3}
-        if self.path == "general":
+        if self.variant == "general":
             more = {"PRECISION": _precision_of_general(x), "SPLIT": self.split}
-        elif self.path != "warpgroup":
+        elif self.variant != "warpgroup":
             more["STRIDE"] = x.history_stride
-        if self.path == "general" and x.backward:
+        if self.variant == "general" and x.backward:
             one_target = x.num_targets == 1 and x.query_rows <= self.block_r
             more |= {
                 "SINGLE_PASS": single_pass,
@@ -316,7 +316,7 @@ class Plan:
             }
         if self.listed:
             more |= overlap_options(self.overlap) | {"WAIT": x.splits_given}
-        elif self.path == "few_warps":
+        elif self.variant == "few_warps":
             more["OVERLAP"] = self.overlap
         return _arguments(
             **_inputs(x),
@@ -375,13 +375,13 @@ def _arguments(**values: Any) -> dict[str, Any]:
 plan_of = functools.lru_cache(maxsize=1024)(Plan)
 
 
-def tiles_of(path: str, x: Call) -> dict[str, int]:
-    """Tiles of the variant ``path``, the fastest of those tried on an H200.
+def tiles_of(variant: str, x: Call) -> dict[str, int]:
+    """Tiles of a ``variant``, the fastest of those tried on an H200.
 
     They must not depend on the number of samples and rows: see the top of this file.
     """
     width = padded_width(x.width)
-    if path == "one_warp":
+    if variant == "one_warp":
         by_lane = x.of_codes and width < 256  # a lane unpacks a row of codes
         stages = 4 if x.half and x.backward else 3 if x.row_bytes < 1024 else 2
         return {
@@ -392,7 +392,7 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
             "NUM_STAGES": 2 if x.of_codes else stages,
             "num_warps": 1,
         }
-    if path == "warpgroup":
+    if variant == "warpgroup":
         # As many programs on a multiprocessor as its shared memory holds, if registers do not spill
         # in the main loop.
         more = x.backward or x.bias or x.buckets or x.row_dropout or x.dropout
@@ -408,7 +408,7 @@ def tiles_of(path: str, x: Call) -> dict[str, int]:
             "num_warps": 4,
             "maxnreg": registers,
         }
-    if path == "few_warps":
+    if variant == "few_warps":
         block_r = padded_width(x.query_rows)
         block_n = 64 if x.half else 32 if x.of_codes else 16
         return {

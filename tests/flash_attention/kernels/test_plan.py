@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.flash_attention.plan import PATHS, Call, plan_of
-from torchrec_jagged_attn.runtime.paths import table
+from torchrec_jagged_attn.flash_attention.plan import VARIANTS, Call, plan_of
+from torchrec_jagged_attn.runtime.dispatch import table
 
 CUDA = torch.device("cuda")
 A100, H100 = 166_912, 232_448  # bytes of shared memory
@@ -59,7 +59,7 @@ def hopper(monkeypatch):
 )
 def test_variants_of_a_hopper_gpu(change, short, long, most_short):
     plan = plan_of(HALF._replace(**change))
-    assert (plan.short_samples.path, plan.long_samples.path) == (short, long)
+    assert (plan.short_samples.variant, plan.long_samples.variant) == (short, long)
     assert plan.most_short == most_short
 
 
@@ -71,7 +71,7 @@ def test_variants_of_a_hopper_gpu(change, short, long, most_short):
 def test_variants_of_another_gpu(change, short, monkeypatch):
     monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: 0)
     plan = plan_of(HALF._replace(on_hopper=False, shared_memory=A100, **change))
-    assert (plan.short_samples.path, plan.long_samples.path) == (short, "general")
+    assert (plan.short_samples.variant, plan.long_samples.variant) == (short, "general")
 
 
 def test_a_choice_says_why():
@@ -80,9 +80,9 @@ def test_a_choice_says_why():
 
 
 def test_the_table_names_what_a_device_has(monkeypatch):
-    assert list(table(PATHS, CUDA)) == ["hopper_short", "general_short", "hopper", "general"]
+    assert list(table(VARIANTS, CUDA)) == ["hopper_short", "general_short", "hopper", "general"]
     monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: 0)
-    assert list(table(PATHS, CUDA)) == ["general_short", "general"]
+    assert list(table(VARIANTS, CUDA)) == ["general_short", "general"]
 
 
 @pytest.mark.parametrize("room", [A100, H100])

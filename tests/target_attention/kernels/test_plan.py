@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.runtime.paths import choose, table
-from torchrec_jagged_attn.target_attention.plan import DENSE, JAGGED, PATHS, SHARED, Call, Plan
+from torchrec_jagged_attn.runtime.dispatch import choose, table
+from torchrec_jagged_attn.target_attention.plan import DENSE, JAGGED, SHARED, VARIANTS, Call, Plan
 
 A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory of a program
 DEVICE = torch.device("cuda")
@@ -46,7 +46,7 @@ def gpu(monkeypatch, request):
 
 
 def variant_of(**changes):
-    return choose(PATHS, DEVICE, PLAIN._replace(**changes)).path
+    return choose(VARIANTS, DEVICE, PLAIN._replace(**changes)).variant
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -66,7 +66,7 @@ def test_8_targets_of_4_heads_in_bf16_on_an_h100(backward, gpu):
     indirect=["gpu"],
 )
 def test_variants_of_a_gpu(gpu, expected):
-    assert list(table(PATHS, DEVICE)) == expected
+    assert list(table(VARIANTS, DEVICE)) == expected
 
 
 @pytest.mark.parametrize(

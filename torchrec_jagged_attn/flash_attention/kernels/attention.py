@@ -51,7 +51,7 @@ from torchrec_jagged_attn.flash_attention.kernels.general_short import (
 )
 from torchrec_jagged_attn.flash_attention.kernels.records import Gradients, Inputs, Samples
 from torchrec_jagged_attn.flash_attention.plan import Call, Plan, plan_of
-from torchrec_jagged_attn.runtime import paths
+from torchrec_jagged_attn.runtime import dispatch
 from torchrec_jagged_attn.runtime.kernels.matmul import product_precision
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E
 from torchrec_jagged_attn.runtime.kernels.tile_list import list_tiles, most_tiles
@@ -78,7 +78,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     if out.numel() == 0:
         return outputs
     plan = call.plan
-    if paths.LOG:
+    if dispatch.LOG:
         _log_choices("forward", plan)
     block = hopper_forward.BLOCK_M if plan.on_hopper else plan.forward["BLOCK_M"]
     samples = call.list_tiles(block, of_keys=False)
@@ -126,7 +126,7 @@ def backward(
     grad_out = grad_out.contiguous()
     call = _Call(args, (grad_out, grad_k, grad_v))
     plan = call.plan
-    if paths.LOG:
+    if dispatch.LOG:
         _log_choices("backward", plan)
     delta = torch.empty_like(outputs.stats[0])
     grads = Gradients(grad_out, delta, q.new_empty(q.shape), grad_k, grad_v)
@@ -314,8 +314,8 @@ def _capacity(samples: Samples) -> int:
 
 
 def _log_choices(direction: str, plan: Plan) -> None:
-    paths.log_choice(f"jagged_flash_attention {direction}, short samples", plan.short_samples)
-    paths.log_choice(f"jagged_flash_attention {direction}, long samples", plan.long_samples)
+    dispatch.log_choice(f"jagged_flash_attention {direction}, short samples", plan.short_samples)
+    dispatch.log_choice(f"jagged_flash_attention {direction}, long samples", plan.long_samples)
 
 
 def _in_boxes(*tensors: Tensor) -> bool:

@@ -19,8 +19,8 @@ from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.interaction.kernels import hopper_pairs
-from torchrec_jagged_attn.interaction.plan import PATHS, PairProduct
-from torchrec_jagged_attn.runtime import paths
+from torchrec_jagged_attn.interaction.plan import VARIANTS, PairProduct
+from torchrec_jagged_attn.runtime import dispatch
 from torchrec_jagged_attn.runtime.kernels.jagged import add_chunks, find_chunk, find_tile
 from torchrec_jagged_attn.runtime.kernels.matmul import (
     load_tile,
@@ -196,7 +196,7 @@ def _pair_offsets_kernel(
         total += tl.sum(pairs, 0)
 
 
-PAIR_PATHS = PATHS["jagged_jagged_bmm_jagged_out"]
+PAIR_VARIANTS = VARIANTS["jagged_jagged_bmm_jagged_out"]
 
 _pair_offsets = Launcher(_pair_offsets_kernel)
 _rows = Launcher(_rows_kernel)
@@ -232,10 +232,10 @@ def pair_bmm(
     if total == 0:
         return out
     call = PairProduct(x, y, x_offsets.numel() - 1)
-    if paths.LOG:
-        choice = paths.choose(PAIR_PATHS, x.device, call)
-        paths.log_choice("jagged_jagged_bmm_jagged_out", choice)
-    if PAIR_PATHS[0].takes(x.device, call):
+    if dispatch.LOG:
+        choice = dispatch.choose(PAIR_VARIANTS, x.device, call)
+        dispatch.log_choice("jagged_jagged_bmm_jagged_out", choice)
+    if PAIR_VARIANTS[0].supports(x.device, call):
         offsets = (t.contiguous() for t in (x_offsets, y_offsets, pair_offsets))
         hopper_pairs.pair_bmm(x, y, out, *offsets)
     else:

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchrec_jagged_attn.attention.kernels.records import Biases
-from torchrec_jagged_attn.runtime import paths
+from torchrec_jagged_attn.runtime import dispatch
 from torchrec_jagged_attn.runtime.kernels.matmul import product_precision
 from torchrec_jagged_attn.runtime.kernels.tma import END, jagged_rows
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
@@ -137,8 +137,8 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
         return outputs
     launch = _Launch(args, listing, backward=False)
     plan, num_splits = launch.plan, launch.num_splits
-    if paths.LOG:
-        paths.log_choice("jagged_target_attention forward", plan.choice)
+    if dispatch.LOG:
+        dispatch.log_choice("jagged_target_attention forward", plan.choice)
     sums = Sums(
         stats.new_empty(num_splits, plan.split_rows, plan.call.width),
         stats.new_empty(num_splits, 2, plan.split_rows),
@@ -147,13 +147,13 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
     grid = (num_splits + launch.num_samples,)
     taken = (launch.query, launch.history, launch.biases, written, sums, launch.samples())
     sizes = (*launch.sizes, num_splits)
-    if plan.path == "warpgroup":
+    if plan.variant == "warpgroup":
         query, history, *records = taken
         boxes = _boxes_of(history, plan)
         _warpgroup_forward(grid, (query, *records, boxes, *sizes, args.scale), plan.kernel)
-    elif plan.path == "one_warp":
+    elif plan.variant == "one_warp":
         _one_warp_forward(grid, (*taken, *sizes, args.scale), plan.kernel)
-    elif plan.path == "few_warps":
+    elif plan.variant == "few_warps":
         _few_warps_forward(grid, (*taken, *sizes, args.scale), plan.kernel)
     else:
         grid = (num_splits + launch.num_blocks,)
@@ -186,8 +186,8 @@ def backward(
     plan, num_programs = launch.plan, launch.num_splits + launch.num_samples
     call = plan.call
     bias, position_bias, age_bias, *_ = args.biases
-    if paths.LOG:
-        paths.log_choice("jagged_target_attention backward", plan.choice)
+    if dispatch.LOG:
+        dispatch.log_choice("jagged_target_attention backward", plan.choice)
     shared = call.layout == SHARED
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
     delta = grad_history = sorted_indices = None
@@ -203,9 +203,9 @@ def backward(
         grad_bias = bias.new_empty(*bias.shape, dtype=dtype)
     grad_tables = None
     if call.buckets:
-        by_warps = plan.path in ("one_warp", "few_warps")
+        by_warps = plan.variant in ("one_warp", "few_warps")
         fill = outputs.stats.new_empty if by_warps else outputs.stats.new_zeros
-        targets = call.num_targets if plan.path == "one_warp" else 1
+        targets = call.num_targets if plan.variant == "one_warp" else 1
         grad_tables = fill(num_programs, call.buckets, targets, call.num_heads)
     grad_out = grad_out.contiguous()
     grad_lse = _contiguous(grad_lse)
@@ -238,7 +238,7 @@ def _launch_backward(
     plan, call, num_splits = launch.plan, launch.plan.call, launch.num_splits
     acc = outputs.stats.new_empty(num_splits, plan.split_rows, call.width)
     weights = None
-    of_mean = plan.path == "one_warp" and call.buckets and call.score == "softmax"
+    of_mean = plan.variant == "one_warp" and call.buckets and call.score == "softmax"
     if of_mean and not call.half:  # gradients of tables are exact
         weights = acc.new_empty(num_splits, 1 + call.buckets, call.query_rows)
     elif plan.more_blocks:
@@ -247,7 +247,7 @@ def _launch_backward(
     grid = (num_splits + launch.num_samples,)
     inputs = (launch.query, launch.history, launch.biases, outputs)
     sizes = (*launch.sizes, num_splits)
-    if plan.path == "warpgroup":
+    if plan.variant == "warpgroup":
         query, history, *records = inputs
         boxes = _boxes_of(history, plan), _boxes_of(grads.history, plan)
         grads = grads._replace(history=None)
@@ -256,12 +256,12 @@ def _launch_backward(
         return
     samples = launch.samples()
     taken = (grad_out, *inputs, grads, sums, samples, *sizes)
-    if plan.path == "one_warp":
+    if plan.variant == "one_warp":
         _one_warp_backward(grid, (*taken, scale), plan.kernel)
         return
     by_triton = (*taken, call.history_stride, scale)
     has_queries = outputs.out.numel() > 0
-    if plan.path == "few_warps":
+    if plan.variant == "few_warps":
         _few_warps_backward(grid, (*taken, scale), plan.kernel)
     elif plan.one_block:
         _grad_history(grid, by_triton, plan.kernel | {"ONE_BLOCK": True})
@@ -360,7 +360,7 @@ class _Launch:
             total_rows = self.num_samples * call.num_targets * call.num_heads
             self.num_blocks = self.num_samples * plan.num_blocks
         query = query.contiguous()
-        self.query = _aligned(query) if plan.path == "warpgroup" else query
+        self.query = _aligned(query) if plan.variant == "warpgroup" else query
         self.history = history
         biases = *args.biases, args.row_numbers, args.row_number_ends
         self.biases = Biases(*map(_contiguous, biases))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Choice", "Condition", "Path", "choose", "log_choice", "table"]
+__all__ = ["Choice", "Condition", "KernelVariant", "choose", "log_choice", "table"]
 
 PACKAGE = __name__.partition(".")[0]
 LIBRARIES = (PACKAGE, "torch", "torchrec")  # what a user's line calls
@@ -39,7 +39,7 @@ class Condition(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Path:
+class KernelVariant:
     """A kernel variant of an op.
 
     Attributes:
@@ -70,7 +70,7 @@ class Path:
                 return text
         return None
 
-    def takes(self, device: torch.device, call: Any) -> bool:
+    def supports(self, device: torch.device, call: Any) -> bool:
         """Whether it supports ``call`` on ``device``; faster than :func:`choose` of two."""
         return self.runs_on(device) and self.refusal(call) is None
 
@@ -79,28 +79,28 @@ class Choice(NamedTuple):
     """The variant that serves a call.
 
     Attributes:
-        path: its name.
+        variant: its name.
         refused: the variants before it, each with the condition that does not hold.
     """
 
-    path: str
+    variant: str
     refused: tuple[tuple[str, str], ...]
 
 
-def choose(paths: Sequence[Path], device: torch.device, call: Any) -> Choice:
-    """The first of ``paths`` that supports ``call`` on ``device``; the last one supports any."""
+def choose(variants: Sequence[KernelVariant], device: torch.device, call: Any) -> Choice:
+    """The first of ``variants`` that supports ``call`` on ``device``; the last one supports any."""
     refused = ()
-    for path in paths:
-        why = path.refusal(call) if path.runs_on(device) else path.device
+    for variant in variants:
+        why = variant.refusal(call) if variant.runs_on(device) else variant.device
         if why is None:
-            return Choice(path.name, refused)
-        refused += ((path.name, why),)
+            return Choice(variant.name, refused)
+        refused += ((variant.name, why),)
     raise NotImplementedError(f"no kernel variant supports this call: {refused}")
 
 
-def table(paths: Sequence[Path], device: torch.device) -> dict[str, str]:
+def table(variants: Sequence[KernelVariant], device: torch.device) -> dict[str, str]:
     """The variants that run on ``device``, in their order, with what each supports, in words."""
-    return {path.name: path.text for path in paths if path.runs_on(device)}
+    return {variant.name: variant.text for variant in variants if variant.runs_on(device)}
 
 
 def log_choice(name: str, choice: Choice) -> None:
@@ -119,8 +119,8 @@ def log_choice(name: str, choice: Choice) -> None:
         _logger.addHandler(logging.StreamHandler())
     if _logger.level == logging.NOTSET:
         _logger.setLevel(logging.INFO)
-    refused = "".join(f"; not {path}: needs {why}" for path, why in choice.refused)
-    _logger.info("%s: %s takes %s%s", site, choice.path, name, refused)
+    refused = "".join(f"; not {variant}: needs {why}" for variant, why in choice.refused)
+    _logger.info("%s: %s takes %s%s", site, choice.variant, name, refused)
 
 
 def _call_site() -> str:

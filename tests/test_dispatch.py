@@ -7,12 +7,19 @@ import torch
 from torchrec import JaggedTensor
 
 from tests.modules.target_attention_inputs import make_module
-from torchrec_jagged_attn.runtime import paths
-from torchrec_jagged_attn.runtime.paths import Choice, Condition, Path, choose, log_choice, table
+from torchrec_jagged_attn.runtime import dispatch
+from torchrec_jagged_attn.runtime.dispatch import (
+    Choice,
+    Condition,
+    KernelVariant,
+    choose,
+    log_choice,
+    table,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PATHS = (
-    Path(
+VARIANTS = (
+    KernelVariant(
         "narrow",
         (
             Condition("width at most 8", lambda call: call["width"] <= 8),
@@ -22,7 +29,7 @@ PATHS = (
         device="a GPU",
         samples="samples of up to 64 rows",
     ),
-    Path("general"),
+    KernelVariant("general"),
 )
 
 
@@ -37,28 +44,28 @@ PATHS = (
 )
 def test_the_first_variant_that_supports_the_call(device, width, bias, expected):
     call = {"width": width, "bias": bias}
-    assert choose(PATHS, device, call) == expected
-    assert PATHS[0].takes(device, call) == (not expected.refused)
+    assert choose(VARIANTS, device, call) == expected
+    assert VARIANTS[0].supports(device, call) == (not expected.refused)
 
 
 def test_calls_that_no_variant_supports_are_refused():
     with pytest.raises(NotImplementedError, match=r"narrow.*no bias"):
-        choose(PATHS[:1], CUDA, {"width": 1, "bias": True})
+        choose(VARIANTS[:1], CUDA, {"width": 1, "bias": True})
 
 
 def test_the_table_has_the_variants_of_a_device():
     narrow = "samples of up to 64 rows; width at most 8; no bias"
-    assert table(PATHS, CUDA) == {"narrow": narrow, "general": "all else"}
-    assert table(PATHS, CPU) == {"general": "all else"}
+    assert table(VARIANTS, CUDA) == {"narrow": narrow, "general": "all else"}
+    assert table(VARIANTS, CPU) == {"general": "all else"}
 
 
 def test_a_choice_is_logged_once_for_each_line_that_calls(monkeypatch, caplog):
-    monkeypatch.setattr(paths, "_logged", set())
+    monkeypatch.setattr(dispatch, "_logged", set())
     choice = Choice("general", (("narrow", "no bias"),))
     caplog.set_level(logging.INFO)
     log_choice("forward", choice)
     assert not caplog.messages
-    monkeypatch.setattr(paths, "LOG", True)
+    monkeypatch.setattr(dispatch, "LOG", True)
     for _ in range(2):
         log_choice("forward", choice)
     log_choice("forward", choice)
@@ -77,9 +84,9 @@ def test_a_line_is_said_once_whichever_logger_has_a_handler(of, monkeypatch, cap
     logger.parent = parent
     if of != "none":
         {"the logger": logger, "another": parent}[of].addHandler(handler)
-    monkeypatch.setattr(paths, "LOG", True)
-    monkeypatch.setattr(paths, "_logger", logger)
-    monkeypatch.setattr(paths, "_logged", set())
+    monkeypatch.setattr(dispatch, "LOG", True)
+    monkeypatch.setattr(dispatch, "_logger", logger)
+    monkeypatch.setattr(dispatch, "_logged", set())
     log_choice("forward", Choice("general", ()))
     said = capsys.readouterr()
     assert (said.out + said.err).count("general takes forward") == 1
@@ -95,12 +102,12 @@ def test_a_line_is_said_once_whichever_logger_has_a_handler(of, monkeypatch, cap
     ids=["materialized", "absorbed", "auto"],
 )
 def test_the_module_logs_whether_it_makes_keys(options, said, monkeypatch, caplog):
-    monkeypatch.setattr(paths, "LOG", True)
-    monkeypatch.setattr(paths, "_logged", set())
+    monkeypatch.setattr(dispatch, "LOG", True)
+    monkeypatch.setattr(dispatch, "_logged", set())
     caplog.set_level(logging.INFO)
     module = make_module(8, 2, **options)
     module(torch.randn(2, 8), JaggedTensor(torch.randn(3, 8), lengths=torch.tensor([1, 2])))
-    own = [record.getMessage() for record in caplog.records if record.name == paths.PACKAGE]
+    own = [record.getMessage() for record in caplog.records if record.name == dispatch.PACKAGE]
     found = [message.split(": ", 1)[1] for message in own]
     assert found[0].startswith(said)
     of_products = [one for one in found if "products of heads" in one]
