@@ -9,20 +9,6 @@ import torch
 from torch import Tensor
 from triton.knobs import runtime
 
-__all__ = [
-    "DTYPES",
-    "IMPLEMENTATIONS",
-    "gluon_shared_memory",
-    "has_kernels",
-    "hopper_multiprocessors",
-    "implementation",
-    "implementation_of",
-    "launches_overlap",
-    "shared_memory",
-    "supported_dtypes",
-]
-
-
 # What has no values has shapes alone, by the fake of an op.
 _META = ("shapes", "meta device")
 # Triton reads TRITON_INTERPRET when a kernel is defined, so a later change has no effect.

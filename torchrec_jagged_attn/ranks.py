@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks"]
-
 
 @dataclass(frozen=True)
 class Ranks:

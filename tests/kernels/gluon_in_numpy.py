@@ -35,8 +35,6 @@ from triton.runtime.jit import ConstexprFunction
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["gluon_in_numpy", "ops_take_the_cpu_for"]
-
 BFLOAT16 = object()  # of which numpy knows nothing
 HOPPER_SHARED_MEMORY = 232_448
 PATIENCE_S = 20.0

@@ -19,8 +19,6 @@ from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-__all__ = ["install"]
-
 
 def install() -> None:
     """Change Triton's interpreter, for as long as this process runs."""

@@ -5,9 +5,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["SCORES", "Biases"]
-
-
 SCORES = ("softmax", "silu", "sigmoid")
 """What makes weights of the scores ``s`` of a query row: their softmax; or, of each by itself,
 ``s · σ(s)`` or ``σ(s)``, where σ is the logistic function.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["are_among", "dropped_rows", "element_draws", "weight_factors"]
-
 
 def dropped_rows(row_dropout: Tensor, num_rows: int, row_numbers: Tensor | None = None) -> Tensor:
     """``[N]``: whether ``row_dropout`` (``[2]`` int64: a seed, and how many of 2^32 draws drop)

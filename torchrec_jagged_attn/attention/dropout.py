@@ -6,8 +6,6 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-__all__ = ["draw_dropout", "drops_of"]
-
 
 def drops_of(p: float, name: str) -> int:
     """How many of 2^32 draws drop, with a probability ``p`` below one, the argument ``name``."""

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from torchrec_jagged_attn.checks import check_finite
 
-__all__ = ["bias_gradient", "bias_or_prior_weights"]
-
 
 def bias_or_prior_weights(bias: Tensor | None, prior_weights: Tensor | None) -> Tensor | None:
     """What the ops take for ``bias``: ``[N]`` prior weights, too; both as one bias ``[N, H]``."""

@@ -10,8 +10,6 @@ from torchrec_jagged_attn.codes.kernels import packing as kernels
 from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.runtime.registration import register_op_without_grad
 
-__all__ = ["pack_codes", "unpack_codes"]
-
 
 def _pack(codes: Tensor, num_levels: int) -> Tensor:
     return implementation_of(codes, cpu, kernels).pack(codes, num_levels)

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from torchrec_jagged_attn.codes import bytes_of_codes, codes_per_byte
 
-__all__ = ["pack", "rows_of_codes", "unpack"]
-
 
 def pack(codes: Tensor, num_levels: int) -> Tensor:
     """``[N, num_bytes]`` uint8 of codes ``[N, L]``."""

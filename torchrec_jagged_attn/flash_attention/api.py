@@ -36,8 +36,6 @@ from torchrec_jagged_attn.runtime.autocast import cast_as_products
 from torchrec_jagged_attn.runtime.flops import attention_flops, pairs_of
 from torchrec_jagged_attn.runtime.registration import register_op
 
-__all__ = ["call_flash_attention", "flash_attention", "jagged_flash_attention"]
-
 
 @overload
 def jagged_flash_attention(

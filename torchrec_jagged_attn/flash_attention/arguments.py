@@ -12,8 +12,6 @@ from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
 
-__all__ = ["FlashArguments", "FlashGradients", "FlashOutputs"]
-
 
 class FlashArguments(NamedTuple):
     """Arguments of ``flash_attention``: see :func:`jagged_flash_attention`.

@@ -29,8 +29,6 @@ from torchrec_jagged_attn.flash_attention.arguments import (
 )
 from torchrec_jagged_attn.layout import JaggedLayout
 
-__all__ = ["Additions", "attend", "backward", "bias_of_keys", "compute_dtype", "forward"]
-
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
 LEAST = -1000.0  # a score whose sigmoid is zero, as that of -inf

@@ -4,8 +4,6 @@ from pathlib import Path
 
 from torchrec_jagged_attn.runtime.extension import Extension
 
-__all__ = ["build", "is_built", "library"]
-
 _attention = Extension(
     Path(__file__).with_name("attention.cpp"),
     flags=["-O3", "-fopenmp"],  # not for the linker: PyTorch brings its OpenMP

@@ -28,8 +28,6 @@ from torchrec_jagged_attn.runtime.kernels.matmul import (
     tile_rows,
 )
 
-__all__ = ["VARIANTS", "Call", "Plan", "plan_of"]
-
 
 class Call(NamedTuple):
     """What a plan depends on.

@@ -19,17 +19,6 @@ from torchrec_jagged_attn.interaction import gradients as registered
 from torchrec_jagged_attn.layout import check_offsets_values
 from torchrec_jagged_attn.runtime.autocast import cast_as_products, cast_as_softmax, cast_as_sums
 
-__all__ = [
-    "array_jagged_bmm_jagged_out",
-    "jagged2_softmax",
-    "jagged_dense_add",
-    "jagged_dense_bmm",
-    "jagged_dense_mul",
-    "jagged_jagged_bmm",
-    "jagged_jagged_bmm_jagged_out",
-    "jagged_softmax",
-]
-
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     r"""Multiply each sample's rows by its own matrix: :math:`out_n = x_n \cdot y_{b(n)}`.

@@ -16,20 +16,6 @@ from torch import Tensor
 
 from torchrec_jagged_attn.layout import JaggedLayout
 
-__all__ = [
-    "array_jagged_bmm",
-    "elementwise",
-    "jagged_dense_bmm",
-    "jagged_dense_bmm_backward",
-    "jagged_jagged_bmm",
-    "jagged_jagged_bmm_backward",
-    "pair_bmm",
-    "pair_offsets",
-    "softmax",
-    "softmax_backward",
-    "sum_rows",
-]
-
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] × [B, D, T] → [N, T]``."""

@@ -40,22 +40,6 @@ from torchrec_jagged_attn.runtime.registration import (
     register_op_without_grad,
 )
 
-__all__ = [
-    "array_jagged_bmm",
-    "call_array_jagged_bmm",
-    "call_jagged_dense_add",
-    "call_jagged_dense_bmm",
-    "call_jagged_dense_mul",
-    "call_jagged_jagged_bmm",
-    "call_pair_bmm",
-    "call_pair_offsets",
-    "call_softmax",
-    "jagged_dense_add",
-    "pair_bmm",
-    "pair_offsets",
-    "softmax",
-]
-
 
 class Rows(NamedTuple):
     """Rows ``x`` ``[N, D]``, and what ``y`` has for each sample, or for each row."""

@@ -11,8 +11,6 @@ from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.runtime.dispatch import Condition, KernelVariant
 from torchrec_jagged_attn.runtime.kernels.tma import is_addressable
 
-__all__ = ["LONGEST_COLUMN", "LONGEST_WHOLE_ROW", "VARIANTS", "PairProduct"]
-
 # With fewer rows of x per sample, tiles of x are mostly empty: the general kernel, which needs no
 # list of tiles, is then as fast or faster on an H200.
 MIN_MEAN_ROWS = 128

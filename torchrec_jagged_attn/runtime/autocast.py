@@ -7,8 +7,6 @@ import contextlib
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_dtype", "autocast_off", "cast_as_products", "cast_as_softmax", "cast_as_sums"]
-
 
 def autocast_dtype(x: object) -> torch.dtype | None:
     """That of autocast on the device of ``x``; ``None`` where it is off, or ``x`` no tensor."""

@@ -21,8 +21,6 @@ from torchrec_jagged_attn.runtime import dispatch
 from torchrec_jagged_attn.runtime.extension import Extension
 from torchrec_jagged_attn.runtime.recording import record
 
-__all__ = ["ReplayedOp", "replay_extension"]
-
 replay_extension = Extension(
     Path(__file__).with_name("replay.cpp"),
     flags=["-O2"],

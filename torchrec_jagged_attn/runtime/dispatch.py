@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Choice", "Condition", "KernelVariant", "choose", "log_choice", "table"]
-
 PACKAGE = __name__.partition(".")[0]
 LIBRARIES = (PACKAGE, "torch", "torchrec")  # what a user's line calls
 LOG = os.environ.get("TORCHREC_JAGGED_ATTN_LOG") == "1"

@@ -24,8 +24,6 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["Extension", "summary"]
-
 
 class Extension:
     """A source of C++, and what is built of it.

@@ -10,8 +10,6 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from torchrec_jagged_attn.checks import has_values
 
-__all__ = ["attention_flops", "count_flops", "pairs_of"]
-
 
 def count_flops(op: torch._ops.OpOverload, formula: Callable[..., int]) -> None:
     """Have PyTorch count what ``formula`` makes of the arguments of ``op``, and ``out_val``."""

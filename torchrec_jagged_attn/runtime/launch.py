@@ -11,8 +11,6 @@ from triton.knobs import runtime
 from triton.language import constexpr
 from triton.runtime import driver
 
-__all__ = ["Launcher", "as_constexprs", "overlap_options"]
-
 
 class Launcher:
     """Launches ``kernel``, and looks up what was compiled for a call of the same kind.

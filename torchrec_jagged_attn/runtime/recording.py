@@ -23,8 +23,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["Recorder", "UnrecordableError", "record"]
-
 _logger = logging.getLogger(__name__)
 
 

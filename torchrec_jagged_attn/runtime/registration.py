@@ -20,8 +20,6 @@ from torch.autograd.function import _SingleLevelFunction
 from torchrec_jagged_attn.runtime.calls import ReplayedOp
 from torchrec_jagged_attn.runtime.flops import count_flops
 
-__all__ = ["flatten", "register_op", "register_op_without_grad"]
-
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 Arguments = TypeVar("Arguments", bound=Any)

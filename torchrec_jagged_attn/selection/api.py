@@ -36,8 +36,6 @@ from torchrec_jagged_attn.selection.arguments import ScoredRows
 from torchrec_jagged_attn.selection.kernels import copies as copy_kernels
 from torchrec_jagged_attn.selection.kernels import rows as row_kernels
 
-__all__ = ["SelectedRows", "check_threshold", "select_rows", "take_rows"]
-
 NO_LIMIT = 2**62
 
 

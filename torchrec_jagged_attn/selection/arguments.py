@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ScoredRows"]
-
 
 class ScoredRows(NamedTuple):
     """Rows to select from: see :func:`select_rows`.

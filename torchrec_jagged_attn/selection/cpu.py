@@ -9,8 +9,6 @@ from torch import Tensor
 from torchrec_jagged_attn.layout import JaggedLayout
 from torchrec_jagged_attn.selection.arguments import ScoredRows
 
-__all__ = ["copy_rows", "select_rows"]
-
 
 def select_rows(
     rows: ScoredRows,

@@ -44,8 +44,6 @@ from torchrec_jagged_attn.target_attention.arguments import (
 from torchrec_jagged_attn.target_attention.kernels import attention as kernels
 from torchrec_jagged_attn.target_attention.kernels.records import Listing
 
-__all__ = ["jagged_target_attention", "target_attention_with_lse"]
-
 
 def jagged_target_attention(
     query: Tensor,

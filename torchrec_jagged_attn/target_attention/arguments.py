@@ -13,19 +13,6 @@ from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
 
-__all__ = [
-    "MultiHeadArguments",
-    "MultiHeadGradients",
-    "MultiHeadOutputs",
-    "ProjectionGradients",
-    "ProjectionRows",
-    "ProjectionWeights",
-    "TargetArguments",
-    "TargetGradients",
-    "TargetOutputs",
-    "TargetOutputsWithLse",
-]
-
 
 class TargetArguments(NamedTuple):
     """Arguments of ``target_attention``: see :func:`jagged_target_attention`.

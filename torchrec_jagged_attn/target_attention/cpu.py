@@ -14,8 +14,6 @@ from torchrec_jagged_attn.target_attention.arguments import (
     TargetOutputs,
 )
 
-__all__ = ["backward", "forward"]
-
 
 def forward(args: TargetArguments) -> TargetOutputs:
     """Attend.

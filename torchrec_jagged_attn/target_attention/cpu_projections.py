@@ -11,16 +11,6 @@ from torch import Tensor
 
 from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients, ProjectionRows
 
-__all__ = [
-    "absorb_queries",
-    "gradient_of_pooled",
-    "gradient_of_targets",
-    "own_columns",
-    "parameter_gradients",
-    "project",
-    "spread_columns",
-]
-
 
 def absorb_queries(
     target: Tensor,

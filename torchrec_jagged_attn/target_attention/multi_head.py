@@ -79,13 +79,6 @@ from torchrec_jagged_attn.target_attention.kernels import head_products as kerne
 from torchrec_jagged_attn.target_attention.kernels.attention import listing_of
 from torchrec_jagged_attn.target_attention.kernels.projections import parameter_gradients
 
-__all__ = [
-    "VARIANTS",
-    "call_multi_head_target_attention",
-    "is_materialized",
-    "multi_head_target_attention",
-]
-
 # How many FLOPs take as long as moving an element does. On CUDA an estimate, for an H200: attention
 # at 250 TFLOP/s in 16 bits and 32 in exact fp32, memory at 4 TB/s. On CPU measured: it covers the
 # overhead of calls per sample for keys and values, where histories have about 100 rows.

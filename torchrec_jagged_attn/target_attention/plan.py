@@ -34,16 +34,6 @@ from torchrec_jagged_attn.target_attention.kernels.row_gradients import (
 from torchrec_jagged_attn.target_attention.kernels.warp_common import BLOCK_R
 from torchrec_jagged_attn.target_attention.kernels.warpgroup_backward import BUCKETS
 
-__all__ = [
-    "DENSE",
-    "JAGGED",
-    "SHARED",
-    "VARIANTS",
-    "Call",
-    "Plan",
-    "plan_of",
-]
-
 # As plain integers: comparing Triton constants takes host time.
 DENSE, SHARED, JAGGED = (
     layout.value for layout in (schedule.DENSE, schedule.SHARED, schedule.JAGGED)

@@ -10,8 +10,6 @@ from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.flash_attention.cpu import bias_of_keys
 from torchrec_jagged_attn.interaction.api import jagged_dense_bmm, jagged_softmax
 
-__all__ = ["attention_weights"]
-
 
 def attention_weights(
     query: Tensor, history: Tensor, offsets: Tensor, biases: Biases, scale: float, score: str

@@ -11,16 +11,6 @@ import triton.language as tl
 
 from torchrec_jagged_attn.attention.kernels.dropout import is_dropped
 
-__all__ = [
-    "add_heads",
-    "add_to_table",
-    "age_bucket",
-    "load_bias",
-    "load_row_numbers",
-    "recency_bucket",
-    "row_buckets",
-]
-
 
 @triton.jit
 def recency_bucket(distance, num_buckets):

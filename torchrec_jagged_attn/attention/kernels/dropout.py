@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["drop_weights", "element_draws", "is_dropped", "query_draws"]
-
 
 @triton.jit
 def _draws(seed, n):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Biases"]
-
 
 class Biases(NamedTuple):
     """Biases of scores, and dropout; the first seven fields are those of ``arguments.Biases``.

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from torchrec_jagged_attn.runtime.kernels.softmax import LN2, LOG2E, LOG2E_LOW
 
-__all__ = ["weights_and_slopes"]
-
 LEAST = tl.constexpr(-200.0)  # σ of it is zero in fp32
 
 

@@ -13,8 +13,6 @@ from torchrec_jagged_attn.codes import bytes_of_codes, codes_per_byte
 from torchrec_jagged_attn.codes.kernels.rows import load_codes
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["pack", "unpack"]
-
 TILE = 4096  # elements
 
 

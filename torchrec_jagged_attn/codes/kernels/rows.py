@@ -15,8 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["load_codes"]
-
 # Bits of a fraction: a byte times the rounding error of a factor must be below the least fraction.
 BITS = tl.constexpr(22)
 FRACTION = tl.constexpr(1 << 22)

@@ -58,8 +58,6 @@ from torchrec_jagged_attn.runtime.kernels.tile_list import list_tiles, most_tile
 from torchrec_jagged_attn.runtime.kernels.tma import is_addressable
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
-__all__ = ["backward", "forward"]
-
 _forward = Launcher(forward_kernel)
 _forward_short = Launcher(forward_short_kernel)
 _grad_q = Launcher(grad_q_kernel)

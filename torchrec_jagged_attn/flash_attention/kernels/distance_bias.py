@@ -20,8 +20,6 @@ from torchrec_jagged_attn.attention.kernels.biases import recency_bucket
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["add_gradient", "list_by_distance", "scores_by_distance"]
-
 MARGIN = 128  # rows of a tile beyond the end of a sample
 MOST_ROWS = 2**30 - MARGIN - 1
 BLOCK = 1024

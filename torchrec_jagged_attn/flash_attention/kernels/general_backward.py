@@ -44,8 +44,6 @@ from torchrec_jagged_attn.runtime.kernels.matmul import multiply, product
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, mean_grad
 from torchrec_jagged_attn.runtime.kernels.tile_list import locate_tile
 
-__all__ = ["grad_kv_kernel", "grad_q_kernel", "grad_relative_kernel"]
-
 
 class Rows(NamedTuple):
     """Rows of a tile of queries, and their statistics, see :func:`load_softmax_stats`."""

@@ -35,8 +35,6 @@ from torchrec_jagged_attn.flash_attention.kernels.tiles import (
 )
 from torchrec_jagged_attn.runtime.kernels.matmul import multiply, product
 
-__all__ = ["forward_kernel"]
-
 
 @triton.jit
 def _scores(q, args, tile, start, C: tl.constexpr, MASKED: tl.constexpr):

@@ -20,8 +20,6 @@ from torchrec_jagged_attn.flash_attention.kernels.tiles import (
 )
 from torchrec_jagged_attn.runtime.kernels.softmax import mean_grad
 
-__all__ = ["MOST_ROWS", "backward_short_kernel", "forward_short_kernel"]
-
 MOST_ROWS = 32  # of a short sample, on both sides
 
 

@@ -74,8 +74,6 @@ from torchrec_jagged_attn.runtime.kernels.tma import (
 )
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
-__all__ = ["BLOCK_N", "backward"]
-
 BLOCK_N = 128  # keys of a tile
 DS_STAGES = gl.constexpr(2)  # tiles of ds in shared memory
 SEMAPHORE_STAGES = gl.constexpr(4)  # tiles of queries whose semaphore is acquired ahead

@@ -24,19 +24,6 @@ from torchrec_jagged_attn.runtime.kernels.tma import (
     wait_full,
 )
 
-__all__ = [
-    "RELEASE_WARPS",
-    "TILES",
-    "DqAccumulator",
-    "KeyTile",
-    "KeyTileQueue",
-    "add_slice",
-    "next_tile",
-    "query_tiles",
-    "release_semaphores",
-    "wait_semaphores",
-]
-
 window_begin = gluon.jit(tiles.window_begin.fn)
 
 TILES = gl.constexpr(2)  # capacity of the queue of tiles of keys

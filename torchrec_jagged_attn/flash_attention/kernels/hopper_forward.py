@@ -55,8 +55,6 @@ from torchrec_jagged_attn.runtime.kernels.tma import (
 )
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
-__all__ = ["BLOCK_M", "forward", "scores_by_distance"]
-
 BLOCK_M = 128  # queries of a tile
 BLOCK_N = 128  # keys of a tile
 STAGES = 2  # tiles of queries, of keys and of values in shared memory

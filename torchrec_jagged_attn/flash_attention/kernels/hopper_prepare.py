@@ -20,8 +20,6 @@ from torchrec_jagged_attn.flash_attention.plan import Plan
 from torchrec_jagged_attn.runtime.kernels.jagged import find_tile
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
-__all__ = ["BLOCK_M", "prepare"]
-
 BLOCK_M = 64  # queries of a tile
 PROGRAMS = 16  # per multiprocessor
 

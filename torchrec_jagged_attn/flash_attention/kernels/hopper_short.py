@@ -49,8 +49,6 @@ from torchrec_jagged_attn.runtime.kernels.gluon import (
 from torchrec_jagged_attn.runtime.kernels.tma import copy_in, copy_out, jagged_rows
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
-__all__ = ["MOST_ROWS", "WIDTH", "backward", "forward"]
-
 MOST_ROWS = 64  # of a short sample, on both sides
 WIDTH = 64  # of rows in shared memory
 

@@ -9,16 +9,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Arguments",
-    "Constants",
-    "Gradients",
-    "HopperConstants",
-    "Inputs",
-    "Prepared",
-    "Samples",
-]
-
 
 class Constants(NamedTuple):
     """Compile-time constants of a kernel; ``None`` if it does not use them."""

@@ -14,27 +14,6 @@ from torchrec_jagged_attn.runtime.kernels.matmul import product
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, store_stats
 from torchrec_jagged_attn.runtime.kernels.tile_list import locate_tile
 
-__all__ = [
-    "QueryTile",
-    "drop_pairs",
-    "key_bias",
-    "key_weights",
-    "load_keys",
-    "load_queries",
-    "load_rows",
-    "load_softmax_stats",
-    "load_values",
-    "locate_queries",
-    "online_softmax",
-    "seen_from",
-    "seen_keys",
-    "seen_pairs",
-    "softmax_of_stats",
-    "store_rows",
-    "store_softmax_stats",
-    "window_begin",
-]
-
 
 class QueryTile(NamedTuple):
     """A tile of queries of a head, and the keys of its sample, see ``locate_tile``.

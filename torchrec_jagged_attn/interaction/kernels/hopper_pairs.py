@@ -50,8 +50,6 @@ from torchrec_jagged_attn.runtime.kernels.tma import (
 )
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
-__all__ = ["pair_bmm"]
-
 BLOCK_M = 128  # rows of x of a tile, half of them for each warpgroup
 BLOCK_N = 128  # rows of y of a tile
 STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory

@@ -29,8 +29,6 @@ from torchrec_jagged_attn.runtime.kernels.matmul import (
 )
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["jagged_dense_bmm_backward", "jagged_jagged_bmm_backward"]
-
 WIDEST = 64  # largest T of one tile
 
 

@@ -31,14 +31,6 @@ from torchrec_jagged_attn.runtime.kernels.matmul import (
 )
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = [
-    "array_jagged_bmm",
-    "jagged_dense_bmm",
-    "jagged_jagged_bmm",
-    "pair_bmm",
-    "pair_offsets",
-]
-
 
 class Constants(NamedTuple):
     """Compile-time constants of a kernel. M, N and K are 0 if they are jagged."""

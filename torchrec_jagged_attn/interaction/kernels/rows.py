@@ -17,8 +17,6 @@ from torch import Tensor
 from torchrec_jagged_attn.runtime.kernels.jagged import add_chunks, find_chunk, find_tile
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["elementwise", "sum_rows"]
-
 TILE = 2048  # elements of a tile of elementwise kernels
 SUM_TILE = 512  # elements of a tile of sums: small, for a short final reduction
 CHUNK = 256  # fewest rows of a chunk of a sum

@@ -24,8 +24,6 @@ from torchrec_jagged_attn.runtime.kernels.jagged import find_tile
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, online_softmax_update
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["softmax", "softmax_backward"]
-
 # Bytes of a tile of long columns: small, so that several are loaded ahead.
 LONG_TILE = 2048
 # Pairs of a tile. A program computes the rows that begin in its tile. It is a single warp, so that

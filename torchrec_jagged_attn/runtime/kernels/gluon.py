@@ -10,20 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torchrec_jagged_attn.runtime.kernels.tma import read, wait_full
 
-__all__ = [
-    "WG_ROWS",
-    "as_operand",
-    "as_rows",
-    "launch_dependents",
-    "load_field",
-    "multiply_keys",
-    "next_tile",
-    "products_by_warp",
-    "products_by_warpgroup",
-    "store_fields",
-    "thread_barrier",
-    "wait_for_last_kernel",
-]
 WG_ROWS = gl.constexpr(64)  # query rows of a warpgroup
 
 

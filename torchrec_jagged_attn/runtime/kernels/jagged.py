@@ -18,8 +18,6 @@ from triton.language.extra import cuda
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["add_chunks", "count_chunks", "find_chunk", "find_sample", "find_samples", "find_tile"]
-
 
 @triton.jit
 def find_sample(

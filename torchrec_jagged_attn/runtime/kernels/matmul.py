@@ -10,18 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = [
-    "MAX_DECOMPOSED_WIDTH",
-    "gradient_precision",
-    "load_tile",
-    "multiply",
-    "padded_width",
-    "product",
-    "product_precision",
-    "tile_of",
-    "tile_rows",
-]
-
 MAX_DECOMPOSED_WIDTH = 256  # of rows whose bf16 components fit in registers
 _TERMS = tl.constexpr(16)  # of each partial sum of an fp32 product
 

@@ -5,18 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "LN2",
-    "LOG2E",
-    "LOG2E_LOW",
-    "load_stats",
-    "mean_grad",
-    "online_softmax_update",
-    "score_gradients",
-    "softmax_weights",
-    "store_stats",
-]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)  # log2(e) minus LOG2E in fp32
 LN2 = tl.constexpr(0.6931471805599453)

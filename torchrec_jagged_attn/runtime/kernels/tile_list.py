@@ -19,8 +19,6 @@ from triton.language.extra import cuda
 from torchrec_jagged_attn import devices
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["list_tiles", "locate_tile", "most_tiles"]
-
 CLASSES = 16  # octaves of lengths
 CHUNK = 256  # samples whose tiles a program lists
 SCAN = 2048  # samples that it counts at a time

@@ -18,25 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = [
-    "END",
-    "Barriers",
-    "Descriptor",
-    "Ring",
-    "commit",
-    "copy_in",
-    "copy_out",
-    "fill",
-    "is_addressable",
-    "jagged_rows",
-    "make_barriers",
-    "make_ring",
-    "read",
-    "release",
-    "rows",
-    "wait_empty",
-    "wait_full",
-]
 END = gl.constexpr(2**30)  # see jagged_rows
 
 

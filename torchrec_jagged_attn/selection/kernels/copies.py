@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-__all__ = ["copy_rows"]
-
 TILE = 4096  # elements copied by a program
 
 

@@ -25,8 +25,6 @@ from torch import Tensor
 from torchrec_jagged_attn.runtime.launch import Launcher
 from torchrec_jagged_attn.selection.arguments import ScoredRows
 
-__all__ = ["select_rows"]
-
 MIN_BLOCK, MAX_BLOCK = 128, 4096  # rows of _find_cuts' block
 # Rows of a block per warp: short samples fit in one warp of _find_cuts, so no warp waits for
 # another; prefix sums in _index_rows are the slower, the more rows a warp has.

@@ -83,8 +83,6 @@ from torchrec_jagged_attn.target_attention.kernels.warpgroup_forward import (
 )
 from torchrec_jagged_attn.target_attention.plan import DENSE, JAGGED, SHARED, Call, Plan, plan_of
 
-__all__ = ["backward", "forward", "listing_of", "sum_of_tables"]
-
 SUMMED_COLUMNS = 8  # elements of a table per program
 
 _forward = Launcher(forward_kernel)

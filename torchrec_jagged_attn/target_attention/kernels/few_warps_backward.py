@@ -52,8 +52,6 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     zeros_by_column,
 )
 
-__all__ = ["backward_kernel"]
-
 
 @gluon.jit
 def _add_to_table(table, buckets, visible, ds, FIRST: gl.constexpr, COMPONENTS: gl.constexpr):

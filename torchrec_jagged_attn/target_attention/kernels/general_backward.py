@@ -45,8 +45,6 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
     store_queries,
 )
 
-__all__ = ["grad_history_kernel", "grad_query_kernel"]
-
 
 class Queries(NamedTuple):
     """A block of query rows, and the statistics for gradients of their scores.

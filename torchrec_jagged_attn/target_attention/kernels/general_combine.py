@@ -21,8 +21,6 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
     store_queries,
 )
 
-__all__ = ["combine_gradients_kernel", "combine_outputs_kernel", "sum_tables_kernel"]
-
 
 @triton.jit
 def _find_chunks(samples, num_samples, num_targets, C: tl.constexpr):

@@ -31,8 +31,6 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
     store_queries,
 )
 
-__all__ = ["forward_kernel"]
-
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def forward_kernel(

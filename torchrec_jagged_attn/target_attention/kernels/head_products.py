@@ -38,16 +38,6 @@ from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 from torchrec_jagged_attn.target_attention.kernels.records import Listing, SplitList
 from torchrec_jagged_attn.target_attention.kernels.schedule import SAMPLES_OF_LIST, list_splits
 
-__all__ = [
-    "MAX_HEAD_DIM",
-    "absorb_queries",
-    "gradient_of_pooled",
-    "gradient_of_targets",
-    "own_columns",
-    "project",
-    "spread_columns",
-]
-
 BLOCK_R = 16  # rows of a program: few, so that there are many programs
 MAX_HEAD_DIM = 128  # the result of the first product is held in registers
 BLOCK_ELEMENTS = 2048  # of a program that copies

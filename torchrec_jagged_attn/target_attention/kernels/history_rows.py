@@ -10,8 +10,6 @@ import triton.language as tl
 from torchrec_jagged_attn.codes.kernels.rows import load_codes
 from torchrec_jagged_attn.target_attention.kernels.schedule import gather_indices
 
-__all__ = ["load_history"]
-
 
 @triton.jit
 def load_history(

@@ -61,8 +61,6 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     zeros_by_column,
 )
 
-__all__ = ["backward_kernel"]
-
 
 @gluon.jit
 def _side_by_side(a, b):

@@ -51,8 +51,6 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     zeros_by_column,
 )
 
-__all__ = ["forward_kernel"]
-
 
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
 def forward_kernel(

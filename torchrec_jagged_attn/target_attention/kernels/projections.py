@@ -38,8 +38,6 @@ from torchrec_jagged_attn.runtime.kernels.matmul import (
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients, ProjectionRows
 
-__all__ = ["Plan", "parameter_gradients", "plan_of"]
-
 ROWS = 128  # fewest rows of a split
 SUMMED_ELEMENTS = 128  # of a program that sums splits
 

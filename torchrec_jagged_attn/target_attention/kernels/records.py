@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Constants", "Gradients", "Listing", "Outputs", "Samples", "SplitList", "Sums"]
-
 
 class Constants(NamedTuple):
     """Compile-time constants of a kernel; ``None`` if its variant does not use them."""

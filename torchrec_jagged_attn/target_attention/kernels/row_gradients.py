@@ -28,16 +28,6 @@ from torchrec_jagged_attn.runtime.kernels.jagged import find_samples
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, load_stats
 from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED, query_rows
 
-__all__ = [
-    "INDICES_PER_PROGRAM",
-    "ZERO_ROWS_PER_PROGRAM",
-    "QueryRows",
-    "SortedIndices",
-    "combine_rows_kernel",
-    "find_runs_kernel",
-    "rows_kernel",
-]
-
 INDICES_PER_PROGRAM = 16
 ZERO_ROWS_PER_PROGRAM = 32
 MOST_CHUNKS = tl.constexpr(512)  # of a run

@@ -15,23 +15,6 @@ from triton.language.extra import cuda
 from torchrec_jagged_attn.runtime.kernels.jagged import count_chunks, find_sample, find_tile
 from torchrec_jagged_attn.runtime.kernels.softmax import store_stats
 
-__all__ = [
-    "DENSE",
-    "JAGGED",
-    "SAMPLES_OF_LIST",
-    "SHARED",
-    "find_work",
-    "gather_indices",
-    "list_splits",
-    "list_splits_kernel",
-    "load_queries",
-    "query_rows",
-    "rows_of_chunk",
-    "split_rows",
-    "store_outputs",
-    "store_queries",
-]
-
 # Layout of queries: one block of rows per sample, the same block for all samples, or jagged.
 DENSE, SHARED, JAGGED = (tl.constexpr(layout) for layout in range(3))
 SAMPLES_OF_LIST = 128  # samples whose splits a program lists

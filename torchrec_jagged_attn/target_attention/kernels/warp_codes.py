@@ -8,8 +8,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["bytes_of_tile", "store_codes"]
-
 TO_INTEGER = gl.constexpr(12582912.0)  # 1.5 · 2^23: x + TO_INTEGER - TO_INTEGER rounds x
 
 

@@ -20,19 +20,6 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     store_rows,
 )
 
-__all__ = [
-    "combine_outputs",
-    "combine_queries",
-    "is_last_chunk",
-    "load_grad_lse",
-    "load_stats",
-    "stats_of_one",
-    "store_chunk_stats",
-    "store_delta",
-    "store_outputs",
-    "store_stats",
-]
-
 AT_ONCE = gl.constexpr(4)  # splits loaded at a time
 
 

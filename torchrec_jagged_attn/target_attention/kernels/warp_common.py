@@ -30,48 +30,6 @@ from torchrec_jagged_attn.runtime.kernels.softmax import LN2, LOG2E, LOG2E_LOW
 from torchrec_jagged_attn.target_attention.kernels import schedule
 from torchrec_jagged_attn.target_attention.kernels.warp_codes import bytes_of_tile, store_codes
 
-__all__ = [
-    "BLOCK_R",
-    "LEFT",
-    "MMA",
-    "RIGHT",
-    "Chunk",
-    "allocate_components",
-    "blocks_of",
-    "columns_at_once",
-    "copy_next",
-    "decompose",
-    "drop_weights",
-    "exp",
-    "find_chunk",
-    "find_listed_chunk",
-    "indices_to_store",
-    "load_bias",
-    "load_columns",
-    "load_components",
-    "load_row_numbers",
-    "load_rows",
-    "load_targets",
-    "next_indices",
-    "open_ring",
-    "product",
-    "program_of_sample",
-    "query_draws",
-    "ring_layout",
-    "row_buckets",
-    "row_components",
-    "row_layout",
-    "rows_of_sample",
-    "score_gradients",
-    "store_components",
-    "store_grad_of_bias",
-    "store_grad_of_history",
-    "store_rows",
-    "weights_and_slopes",
-    "zeros_by_column",
-]
-
-
 BLOCK_R = gl.constexpr(8)  # query rows of ``one_warp``
 MMA = gl.constexpr(products_by_warp.fn(1))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))

@@ -56,8 +56,6 @@ from torchrec_jagged_attn.target_attention.kernels.warpgroup_common import (
     warpgroup_layout,
 )
 
-__all__ = ["BUCKETS", "backward_kernel"]
-
 BUCKETS = gl.constexpr(64)  # of a table, at most
 COLUMNS = gl.constexpr(64)  # of the gradient of history rows computed at a time
 COMPONENTS = gl.constexpr(2)  # of gradients of scores, in gradients of tables

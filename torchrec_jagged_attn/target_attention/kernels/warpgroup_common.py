@@ -24,18 +24,6 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     row_layout,
 )
 
-__all__ = [
-    "PROGRAMS",
-    "add_biases",
-    "copy_next",
-    "copy_queries",
-    "open_ring",
-    "store_transposed",
-    "wait_for_tile",
-    "warpgroup_layout",
-]
-
-
 PROGRAMS = gl.constexpr(256)  # that run while splits are listed
 
 

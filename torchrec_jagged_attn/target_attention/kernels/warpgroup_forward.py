@@ -48,8 +48,6 @@ from torchrec_jagged_attn.target_attention.kernels.warpgroup_common import (
     warpgroup_layout,
 )
 
-__all__ = ["forward_kernel"]
-
 MARGIN = gl.constexpr(10.0)  # of scores above their shift, in base 2
 LOWEST = gl.constexpr(-3e38)
 
