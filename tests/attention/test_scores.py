@@ -84,10 +84,13 @@ def test_module_refuses():
     with pytest.raises(ValueError, match="score must be one of softmax, silu, sigmoid, got 'r"):
         JaggedTargetAttention(16, 2, score="relu")
     history = JaggedTensor(torch.randn(5, 16), lengths=torch.tensor([5]))
-    with pytest.raises(NotImplementedError, match="prior_weights must be None unless score is"):
-        JaggedTargetAttention(16, 2, score="silu")(
-            torch.randn(1, 16), history, prior_weights=torch.ones(5)
-        )
+    module = JaggedTargetAttention(16, 2, score="silu")
+    inputs = torch.randn(1, 16), history
+    message = "prior_weights must be None unless score is"
+    with pytest.raises(NotImplementedError, match=message):
+        module(*inputs, prior_weights=torch.ones(5))
+    with pytest.raises(RuntimeError, match=message):
+        torch.jit.script(module)(*inputs, prior_weights=torch.ones(5))
 
 
 @pytest.mark.reference  # traced alike with any kernels

@@ -413,6 +413,10 @@ def test_weights_must_be_there_where_they_are_read_and_nowhere_else():
     weighted = dataclasses.replace(PAIRS, is_weighted=True)
     with pytest.raises(ValueError, match="features must have weights for is_weighted=True"):
         make_collection(weighted)(to_features(GOOD))
+    with pytest.raises(NotImplementedError, match="is_weighted must be False unless score is 'sof"):
+        TargetAttentionEmbeddingBagCollection(
+            [ITEM], TargetAttentionConfig("item", "hist", score="silu"), is_weighted=True
+        )
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])

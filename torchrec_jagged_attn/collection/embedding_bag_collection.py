@@ -102,6 +102,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     Raises:
         TypeError: an argument is of another type.
         ValueError: tables, attentions and features of candidates do not fit together.
+        NotImplementedError: ``is_weighted`` with an attention of another score than the softmax.
 
     Example:
         >>> tables = [
@@ -165,6 +166,12 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             for table in tables
         ]
         check_configs(tables, attentions)
+        for config in attentions:
+            if is_weighted and config.score != "softmax":
+                raise NotImplementedError(
+                    "is_weighted must be False unless score is 'softmax' in all attentions, got "
+                    f"score={config.score!r}"
+                )
         keys = keys_of_candidates(tables, attentions, candidates, candidate_features)
         singles = check_single_id_features(tables, attentions, single_id_features, keys)
         attended = [

@@ -235,6 +235,7 @@ def _check_values(args: TargetArguments) -> None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
     bias = args.biases.bias
     if bias is not None and args.biases.are_prior_weights:
+        check_score(args.score, bias)  # scripted modules do not
         check_finite(bias, "prior_weights")
 
 
