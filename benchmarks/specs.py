@@ -172,7 +172,7 @@ OP_TABLES = {
         shapes([*RANKING[:5], "rank-1k-fp32", "rank-200-fp32"]),
         """forward, of the roofline = {ours-kernel forward µs}, {ours-kernel forward floor}
         forward+backward, of the roofline = {ours-kernel both µs}, {ours-kernel both floor}
-        to FlashAttention-2, on ready keys and values = {torch-varlen × forward/both}""",
+        speedup over FlashAttention-2 = {torch-varlen × forward/both}""",
         ours="ours-kernel",
     ),
     "target_attention_rows": Table(
@@ -183,8 +183,8 @@ OP_TABLES = {
             for places in (1, 4, 16, 64)
         },
         """gather indices, µs = {ours-by-index µs forward/both}
-        to a copy made before = {ours-copied-before × forward/both}
-        to a copy made in the call = {ours-on-a-copy × forward/both}
+        speedup over a copy made before = {ours-copied-before × forward/both}
+        speedup over a copy made in the call = {ours-on-a-copy × forward/both}
         MiB, gather indices = {ours-by-index peak_memory forward/both}
         MiB, on a copy = {ours-on-a-copy peak_memory forward/both}""",
         ours="ours-by-index",
@@ -193,9 +193,9 @@ OP_TABLES = {
         f"{SHAPE} | dtype",
         shapes(RANKING),
         """ours, ms = {ours}
-        to the best peer = {best-peer × named}
-        to padded SDPA = {linear+padded-sdpa ×}
-        eager, to the best peer = {best-peer time ×}
+        speedup over the best peer = {best-peer × named}
+        speedup over padded SDPA = {linear+padded-sdpa ×}
+        eager, speedup over the best peer = {best-peer time ×}
         MiB, ours and FlashAttention-2 = {ours peak_memory}, {linear+torch-varlen peak_memory}""",
         names=PEERS,
     ),
@@ -207,8 +207,8 @@ OP_TABLES = {
         sigmoid, µs = {ours µs forward/both @*-sigmoid}
         SiLU, of the roofline = {ours floor forward/both @*-silu}
         sigmoid, of the roofline = {ours floor forward/both @*-sigmoid}
-        SiLU, padded, to ours = {padded × forward/both @*-silu}
-        sigmoid, padded, to ours = {padded × forward/both @*-sigmoid}""",
+        SiLU, speedup over padded = {padded × forward/both @*-silu}
+        sigmoid, speedup over padded = {padded × forward/both @*-sigmoid}""",
     ),
     "semantic_ids": Table(
         f"{SHAPE} | dtype",
@@ -219,8 +219,8 @@ OP_TABLES = {
         },
         """codes, µs = {ours-codes µs forward/both}
         of the roofline = {ours-codes floor forward/both}
-        decoded in each call, to codes = {ours-decoded × forward/both}
-        rows in memory, to codes = {ours-rows × forward/both}""",
+        speedup over decoding in each call = {ours-decoded × forward/both}
+        speedup over rows in memory = {ours-rows × forward/both}""",
         ours="ours-codes",
     ),
     "select_events": Table(
@@ -232,9 +232,9 @@ OP_TABLES = {
         },
         """ours, µs = {ours µs forward/both}
         of the roofline = {ours floor forward/both}
-        padded top-k, to ours = {padded × forward/both}
-        padded rows by number, to ours = {padded-newest × forward/both}
-        one sort, to ours = {sorted × forward/both}""",
+        speedup over padded top-k = {padded × forward/both}
+        speedup over padded rows by number = {padded-newest × forward/both}
+        speedup over one sort = {sorted × forward/both}""",
     ),
     "crossover": Table(
         "targets",
@@ -265,9 +265,9 @@ OP_TABLES = {
         "requests × candidates",
         {f"{8192 // n:,} × {n:,}": f"requests-{n}" for n in (1, 4, 16, 64, 256, 1024, 2048)},
         """ours, µs = {ours µs forward/both}
-        to copies, FlashAttention-3 = {linear+expanded-flash-attention-3 × forward/both}
-        to `varlen_attn`, by request = {linear+torch-varlen × forward/both}
-        to FlashAttention-3, by request = {linear+flash-attention-3 × forward/both}
+        speedup over FlashAttention-3 on copies = {linear+expanded-flash-attention-3 × forward/both}
+        speedup over `varlen_attn`, by request = {linear+torch-varlen × forward/both}
+        speedup over FlashAttention-3, by request = {linear+flash-attention-3 × forward/both}
         MiB, ours = {ours peak_memory forward/both}
         MiB, copies = {linear+expanded-flash-attention-3 peak_memory forward/both}""",
     ),
@@ -281,10 +281,10 @@ OP_TABLES = {
         },
         """ours, µs = {ours µs}
         of the roofline = {ours floor}
-        to IKBO = {ikbo ×}
-        to FlashAttention-3, by user = {flash-attention-3 ×}
-        to `varlen_attn`, by user = {torch-varlen ×}
-        to copies, FlashAttention-3 = {expanded-flash-attention-3 ×}""",
+        speedup over IKBO = {ikbo ×}
+        speedup over FlashAttention-3, by user = {flash-attention-3 ×}
+        speedup over `varlen_attn`, by user = {torch-varlen ×}
+        speedup over FlashAttention-3 on copies = {expanded-flash-attention-3 ×}""",
         mode="forward",
     ),
     "self_attention": Table(
@@ -300,9 +300,9 @@ OP_TABLES = {
         },
         """ours, ms = {ours forward/both}
         of the roofline = {ours floor forward/both}
-        to FlashAttention-3 = {flash-attention-3 × forward/both}
-        to FlashAttention-2 = {torch-varlen × forward/both}
-        to FBGEMM `sll_multi_head` = {fbgemm-sll × forward/both}""",
+        speedup over FlashAttention-3 = {flash-attention-3 × forward/both}
+        speedup over FlashAttention-2 = {torch-varlen × forward/both}
+        speedup over FBGEMM `sll_multi_head` = {fbgemm-sll × forward/both}""",
     ),
     "self_attention_recency": Table(
         "lengths | B × H × D",
@@ -319,11 +319,11 @@ OP_TABLES = {
         "longest",
         {str(n): f"length-{n}" for n in (64, 128, 256, 512, 1024, 2048, 4096)}
         | {f"skewed, {n}": f"skewed-{n}" for n in (64, 256, 1024, 4096)},
-        """dense over ours = {padded × forward/both}
-        dense flash over ours = {dense-flash × forward/both}
-        unfused over ours = {ours-unfused × forward/both}
-        FlashAttention-3 over ours = {flash-attention-3 × forward/both}
-        dense over ours, memory = {padded memory × forward/both}
+        """speedup over dense = {padded × forward/both}
+        speedup over dense flash = {dense-flash × forward/both}
+        speedup over unfused = {ours-unfused × forward/both}
+        speedup over FlashAttention-3 = {flash-attention-3 × forward/both}
+        memory of dense, relative to ours = {padded memory × forward/both}
         less memory than dense flash = {dense-flash memory saved forward/both}""",
     ),
     "host": Table(
@@ -339,7 +339,10 @@ OP_TABLES = {
         },
         lines(
             *(f"{head}, µs = {{ours {of} µs}}" for head, of in HOST.items()),
-            *(f"best peer, {head} = {{best-peer {of} ×}}" for head, of in HOST.items()),
+            *(
+                f"speedup over the best peer, {head} = {{best-peer {of} ×}}"
+                for head, of in HOST.items()
+            ),
         ),
     ),
     "self_attention_window": Table(
@@ -357,27 +360,27 @@ OP_TABLES = {
         "op",
         ops("paper"),
         """forward, µs = {ours forward µs}
-        forward, to padded = {padded forward ×}
-        the paper, to padded = {paper forward time ratio}
-        forward, to FBGEMM = {fbgemm forward ×}
+        forward, speedup over padded = {padded forward ×}
+        the paper, speedup over padded = {paper forward time ratio}
+        forward, speedup over FBGEMM = {fbgemm forward ×}
         both, µs = {ours both µs}
-        both, to padded = {padded both ×}
-        both, to FBGEMM = {fbgemm both ×}""",
+        both, speedup over padded = {padded both ×}
+        both, speedup over FBGEMM = {fbgemm both ×}""",
         results=("table1", "paper"),
     ),
     "table1_bf16": Table(
         "op",
         {f"`{op}`": op for op in OPS},
         """1,024 samples: forward, µs = {ours forward µs @*-bf16}
-        to padded = {padded forward × @*-bf16}
-        to FBGEMM = {fbgemm forward × @*-bf16}
-        both, to padded = {padded both × @*-bf16}
-        to FBGEMM = {fbgemm both × @*-bf16}
+        speedup over padded = {padded forward × @*-bf16}
+        speedup over FBGEMM = {fbgemm forward × @*-bf16}
+        both, speedup over padded = {padded both × @*-bf16}
+        speedup over FBGEMM = {fbgemm both × @*-bf16}
         4,096 samples: forward, µs = {ours forward µs @*-large}
         of the roofline = {ours forward floor @*-large}
-        to FBGEMM = {fbgemm forward × @*-large}
+        speedup over FBGEMM = {fbgemm forward × @*-large}
         both, of the roofline = {ours both floor @*-large}
-        to FBGEMM = {fbgemm both × @*-large}""",
+        speedup over FBGEMM = {fbgemm both × @*-large}""",
         results=("table1",),
     ),
 }
