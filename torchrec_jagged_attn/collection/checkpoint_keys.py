@@ -31,7 +31,7 @@ def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
         A dict from names in ``model`` to names in the other model.
 
     Raises:
-        TypeError: ``model`` is no Module.
+        TypeError: ``model`` is not a Module.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -105,7 +105,7 @@ def rename_keys(state: Any, names: dict[str, str]) -> Any:
         names: from names in ``state`` to new ones. Other names are kept.
 
     Raises:
-        TypeError: ``state`` or ``names`` is no dict.
+        TypeError: ``state`` or ``names`` is not a dict.
         ValueError: ``state`` has none of the ``names``.
 
     Example:

@@ -84,12 +84,12 @@ class TargetAttentionConfig:
         recency_bias: whether scores have a learned bias by position in the history and, with
             ``timestamps``, by age.
         timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any unit.
-            No table may have it. It is read after the lookups, so a training pipeline must not be
-            given ``free_features_storage_early=True``.
+            It must not be a feature of a table. It is read after the lookups, so a training
+            pipeline must not be given ``free_features_storage_early=True``.
         request_time: key of the KeyedJaggedTensor with exactly one integer per sample: when it is
             scored, in the unit of ``timestamps``, which it requires. Ages are counted from it, and
             are zero where a row is newer. By default they are counted from the newest row of the
-            history. No table may have it; several attentions may share it.
+            history. It must not be a feature of a table; several attentions may share it.
         encoder: layers in which history rows attend to each other before a target attends to them.
             ``None``, the default, for no layers.
         row_dropout: probability, while training, that a history row is masked, in encoder layers,

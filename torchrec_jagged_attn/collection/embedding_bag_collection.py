@@ -56,7 +56,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     .. math:: \sum_n x_n \quad\to\quad \mathrm{JaggedTargetAttention}(t, x)
 
     and every other feature is pooled by sum or mean, as its table says. With ``user_embedding``,
-    keys of users follow, which a model that reads features by name, as DLRM does, ignores.
+    keys of user embeddings follow; models that read features by name, such as DLRM, ignore them.
 
     Tables that hold a target or a history are in ``embedding_collections``, one
     EmbeddingCollection for each width, and the others in ``embedding_bag_collection`` (``None``
@@ -95,9 +95,10 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             ``single_lookup``, their tables are in ``embedding_collections``.
         single_id_features: features besides targets with exactly one id per sample. Their rows are
             returned without pooling, which reduces host time. If all tables without a target or a
-            history hold only such features and have the width of a table with one, they are looked
-            up as with ``single_lookup``, with the same number of bytes sent. Otherwise, tables in
-            ``embedding_bag_collection`` pool them like all others, and they are not checked.
+            history hold only such features and have the width of a table with a target or a
+            history, they are looked up as with ``single_lookup``, with the same number of bytes
+            sent. Otherwise, tables in ``embedding_bag_collection`` pool these features like all
+            others, and their lengths are not checked.
 
     Raises:
         TypeError: an argument is of another type.
@@ -286,7 +287,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             single_id_features: as for the class.
 
         Raises:
-            TypeError: ``embedding_bag_collection`` is no EmbeddingBagCollection.
+            TypeError: ``embedding_bag_collection`` is not an EmbeddingBagCollection.
         """
         source = embedding_bag_collection
         if not isinstance(source, EmbeddingBagCollection):

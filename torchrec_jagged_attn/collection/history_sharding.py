@@ -341,8 +341,8 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
 
     Args:
         fused_params: as for ``EmbeddingCollectionSharder``.
-        qcomm_codecs_registry: likewise, for the rows of all features but histories. Queries,
-            results, and history rows that are sent are not encoded.
+        qcomm_codecs_registry: codecs for the rows of all features other than histories. Queries,
+            partial results, and history rows that are sent are not encoded.
 
     Raises:
         NotImplementedError: a table of histories is sharded by column, or codecs encode several

@@ -53,7 +53,7 @@ def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         An iterator over parameters of shape ``[num_embeddings, embedding_dim]``.
 
     Raises:
-        TypeError: ``module`` is no Module.
+        TypeError: ``module`` is not a Module.
         ValueError: ``module`` is sharded.
 
     Example:

@@ -163,7 +163,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             state_dict: ``epoch`` and ``batches``, as ``state_dict`` returns them.
 
         Raises:
-            TypeError: ``state_dict`` is no mapping, or one of them is no int.
+            TypeError: ``state_dict`` is not a mapping, or one of them is not an int.
             ValueError: one is missing, negative, or more than an epoch has.
         """
         if not isinstance(state_dict, Mapping):

@@ -84,7 +84,7 @@ class EventBoosting(nn.Module):
             keys' rows, as :func:`boost_weights` makes them.
 
     Raises:
-        TypeError: ``keys`` is no list of names, or ``weights`` cannot be called.
+        TypeError: ``keys`` is not a list of names, or ``weights`` cannot be called.
         ValueError: no keys, or a key twice.
 
     Example:

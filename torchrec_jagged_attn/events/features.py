@@ -37,7 +37,7 @@ class TimeEncoding(nn.Module):
         periods: ``p``, in the unit of timestamps; by default an hour, a day and a week in seconds.
 
     Raises:
-        TypeError: ``periods`` is no tuple of numbers.
+        TypeError: ``periods`` is not a tuple of numbers.
         ValueError: a period is not positive.
 
     Example:
@@ -109,8 +109,8 @@ class EventBasedFeature(nn.Module):
         device: of all parameters.
 
     Raises:
-        TypeError: ``tables`` is no list of EmbeddingBagConfigs, ``out_dim`` no int, ``is_weighted``
-            no bool, or ``periods`` no tuple of numbers.
+        TypeError: ``tables`` is not a list of EmbeddingBagConfigs, ``out_dim`` not an int,
+            ``is_weighted`` not a bool, or ``periods`` not a tuple of numbers.
         ValueError: there is no table, or ``out_dim`` or a period is not positive.
 
     Example:

@@ -92,7 +92,7 @@ class Events:
             timestamps: key of the events' times, likewise.
 
         Raises:
-            TypeError: ``keys`` is no list of names, or a dtype does not fit.
+            TypeError: ``keys`` is not a list of names, or a dtype does not fit.
             ValueError: there is no key, or one twice or missing; keys differ in length or batch
                 size; or timestamps decrease, where their values are read.
         """

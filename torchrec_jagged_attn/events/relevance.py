@@ -155,7 +155,7 @@ class Relevance(nn.Module):
             ``[S]`` fp64; 0 for surfaces without events.
 
         Raises:
-            TypeError: ``num_bins`` is no int.
+            TypeError: ``num_bins`` is not an int.
             ValueError: ``num_bins`` does not divide the number of bins.
         """
         check_int(num_bins, "num_bins", 1)

@@ -118,18 +118,18 @@ def jagged_flash_attention(
 
     A row without a visible key gives zeros. Nothing is padded. The
     first three biases and the prior weights :math:`w_j` are those of
-    :func:`jagged_target_attention`: they belong to a key row, and positions and ages are counted
-    from the last key of the sample, or ages from its ``request_time``. The last bias belongs to the
-    distance between query and key in rows, where both sides end together: :math:`distance_{ij} = (i
-    + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
+    :func:`jagged_target_attention`: they belong to a key row. Positions are counted from the last
+    key of the sample, ages from its ``request_time``, by default the time of its last key. The last
+    bias belongs to the distance between query and key in rows, where both sides end together:
+    :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
 
     One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity can
     spread as in any attention: a masked key has a weight of zero, and 0 · NaN is NaN.
 
     Args:
         q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32
-            rows wider than 256 need a GPU that gives a block 163 KiB of shared memory, as A100 and
-            H100 do; all else, 99 KiB.
+            rows wider than 256 need 163 KiB of shared memory per block, as on A100 and H100; all
+            other cases need 99 KiB.
         k: ``[ΣLk, Hk, D]``, dtype of ``q``; ``H`` must be a multiple of ``Hk``, and head ``h`` of
             ``q`` reads head ``h // (H / Hk)`` of ``k`` and ``v``.
         v: ``[ΣLk, Hk, Dv]``, dtype of ``q``, ``Dv`` in 1…512.
@@ -141,8 +141,9 @@ def jagged_flash_attention(
             masks it.
         position_bias: ``[P, H]``, likewise, by the bucket of the key's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the key's age; needs ``timestamps``.
-        timestamps: ``[ΣLk]`` times of the keys: int32, int64, fp32 or fp64; as there.
-        request_time: ``[B]`` in the dtype of ``timestamps``; as there.
+        timestamps: ``[ΣLk]`` times of the keys, as in :func:`jagged_target_attention`: int32,
+            int64, fp32 or fp64.
+        request_time: ``[B]`` in the dtype of ``timestamps``, as in :func:`jagged_target_attention`.
         prior_weights: ``[ΣLk]``, any dtype that ``q`` may have, for all heads; zero or less masks
             the key, and the gradient is zero there.
         relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
@@ -167,8 +168,8 @@ def jagged_flash_attention(
         ``scaled_dot_product_attention``, and the output has it.
 
     Raises:
-        TypeError: a dtype does not fit, ``window`` is no int, ``scale`` no number, or ``causal`` no
-            bool.
+        TypeError: a dtype does not fit, ``window`` is not an int, ``scale`` not a number, or
+            ``causal`` not a bool.
         ValueError: a shape, a device, ``row_dropout``, ``dropout``, ``window`` or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.

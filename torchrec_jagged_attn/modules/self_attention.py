@@ -56,9 +56,9 @@ class JaggedSelfAttention(nn.Module):
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim``, ``num_heads`` or ``window`` is no int.
+        TypeError: ``embed_dim``, ``num_heads`` or ``window`` is not an int.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` or ``dropout`` is
-            no probability below one, or ``window`` is below one or goes without ``causal``.
+            not in [0, 1), or ``window`` is below one or given without ``causal``.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
     Example:
@@ -142,7 +142,7 @@ class JaggedSelfAttention(nn.Module):
             parameters, or of autocast.
 
         Raises:
-            TypeError: ``history`` is no JaggedTensor, or holds ids, not embeddings.
+            TypeError: ``history`` is not a JaggedTensor, or holds ids, not embeddings.
             ValueError: a shape or a device does not fit.
         """
         return _attend(
@@ -248,22 +248,22 @@ class HistoryEncoderLayer(nn.Module):
         embed_dim: ``E``, width of the rows.
         num_heads: ``H``, a divisor of ``embed_dim``.
         feedforward_dim: width between ``W_1`` and ``W_2``; ``4 · E`` by default.
-        dropout: of the attention's output and of inputs and outputs of ``W_2``, while training.
-            Other than in ``torch.nn.TransformerEncoderLayer``, attention weights have an argument
-            of their own, ``attention_dropout``.
+        dropout: dropout probability, while training, of the attention's output and of inputs and
+            outputs of ``W_2``. Unlike in ``torch.nn.TransformerEncoderLayer``, attention weights
+            have an argument of their own, ``attention_dropout``.
         causal: see :class:`JaggedSelfAttention`.
-        window: see there.
-        recency_bias: see there.
-        row_dropout: see there.
-        attention_dropout: ``dropout`` there.
+        window: see :class:`JaggedSelfAttention`.
+        recency_bias: see :class:`JaggedSelfAttention`.
+        row_dropout: see :class:`JaggedSelfAttention`.
+        attention_dropout: ``dropout`` of :class:`JaggedSelfAttention`.
         device: of the parameters.
         dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim``, ``num_heads`` or ``window`` is no int.
+        TypeError: ``embed_dim``, ``num_heads`` or ``window`` is not an int.
         ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` or
-            ``attention_dropout`` is no probability below one, or ``window`` is below one or goes
-            without ``causal``.
+            ``attention_dropout`` is not in [0, 1), or ``window`` is below one or given without
+            ``causal``.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
     Example:
@@ -319,7 +319,7 @@ class HistoryEncoderLayer(nn.Module):
         ``prior_weights`` ``[N]`` are those of :meth:`JaggedSelfAttention.forward`.
 
         Raises:
-            TypeError: ``history`` is no JaggedTensor, or holds ids, not embeddings.
+            TypeError: ``history`` is not a JaggedTensor, or holds ids, not embeddings.
             ValueError: a shape or a device does not fit.
         """
         rows, offsets = _checked(history, self.norm1.weight)

@@ -63,11 +63,11 @@ class JaggedTargetAttention(nn.Module):
     .. math:: q_h \cdot (W_{K,h} x_n + b_{K,h}) = (W_{K,h}^T q_h) \cdot x_n + const, \qquad
               \sum_n p_n (W_{V,h} x_n + b_{V,h}) = W_{V,h} \sum_n p_n x_n + b_{V,h}
 
-    where the softmax drops the constant. Each pair of a target and a row then takes ``H`` times the
-    arithmetic. With many targets per sample (if they are jagged, on average), keys and values are
-    materialized instead, once for each row. The choice depends on shapes only; results differ by
-    rounding. A compiled module whose number of targets ``T`` leads to the other choice is compiled
-    once more.
+    where the softmax cancels the constant. The score of a target and a row then takes ``H`` times
+    the arithmetic. With many targets per sample (if they are jagged, on average), keys and values
+    are materialized instead, once for each row. The choice depends on shapes only; results differ
+    by rounding. If another number of targets ``T`` changes the choice, ``torch.compile`` recompiles
+    once.
 
     The attention of a sample with an empty history is zero: with a value projection, its output is
     the bias of ``out_proj``.
@@ -87,14 +87,14 @@ class JaggedTargetAttention(nn.Module):
             as ``torch.nn.MultiheadAttention`` does.
         score: how scores become weights: by ``"softmax"``, or elementwise by ``"silu"`` or
             ``"sigmoid"``, see :func:`jagged_target_attention`. With the latter two, outputs grow
-            with the length of the history, the bias of values is added once, keys have no bias, and
-            ``prior_weights`` are not supported.
+            with the length of the history, the value bias is added once to the output rather than
+            once per row, keys have no bias, and ``prior_weights`` are not supported.
         value_projection: whether values and outputs are projected. If not, which needs ``D = E``,
             the output of a head is its ``E / H`` columns of the weighted sum of rows, as if both
             projections were the identity; an empty history gives zeros. The parameters are then
             ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``,
-            ``in_proj_bias`` ``[E]`` of queries. ``None``, the default, projects only where ``D`` is
-            not ``E``, with ``init="mha"``, or with ``history_codes``.
+            ``in_proj_bias`` ``[E]`` of queries. ``None``, the default, projects if ``D`` is not
+            ``E``, if ``init="mha"``, or if ``history_codes`` are given.
         row_dropout: probability, while training, that a history row is masked, for all targets and
             heads of its sample, see :func:`jagged_target_attention`.
         dropout: probability, while training, that a weight of a target, head and row is set to
@@ -316,8 +316,8 @@ class JaggedTargetAttention(nn.Module):
             module's parameters, or of autocast, whatever dtypes target and history have.
 
         Raises:
-            TypeError: ``history`` is no JaggedTensor, one of the two holds ids, not embeddings, or
-                a dtype does not fit.
+            TypeError: ``history`` is not a JaggedTensor, one of the two holds ids, not embeddings,
+                or a dtype does not fit.
             ValueError: a shape or a device does not fit, timestamps are missing, or given to a
                 module that learns nothing from them; or (on CPU, or under
                 ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) offsets, indices or prior weights do not fit,
@@ -379,10 +379,10 @@ class JaggedTargetAttention(nn.Module):
 
         Args:
             target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.
-            history: see :meth:`forward`, as for all that follow.
-            timestamps: see there.
-            prior_weights: see there.
-            request_time: see there.
+            history: see :meth:`forward`.
+            timestamps: see :meth:`forward`.
+            prior_weights: see :meth:`forward`.
+            request_time: see :meth:`forward`.
 
         Returns:
             ``[N, H]`` for ``target`` ``[B, C]``, else ``[N, T, H]``, with the lengths of

@@ -136,7 +136,8 @@ def take_rows(x: Tensor, selected: SelectedRows) -> Tensor:
         ``[C, …]``, in the dtype of ``x``.
 
     Raises:
-        TypeError: ``x`` is no tensor of such a dtype, or ``selected`` no :class:`SelectedRows`.
+        TypeError: ``x`` is not a tensor of such a dtype, or ``selected`` not a
+            :class:`SelectedRows`.
         ValueError: ``x`` has another number of rows, or lies on another device.
 
     Example:

@@ -62,7 +62,7 @@ class VQFusion(nn.Module):
         labels: the number of classes of each label, by name; may be none.
         latent_dim: ``D``, of the latents.
         num_codes: see :class:`DiscretePCA`.
-        num_levels: see there.
+        num_levels: see :class:`DiscretePCA`.
         hidden_dim: of the one hidden layer of the encoder and of each decoder.
         losses: the loss of each embedding, by name: ``"cosine"``, one minus the cosine of the
             angle, or ``"mse"``. With ``"cosine"``, the default, the length of the embedding is

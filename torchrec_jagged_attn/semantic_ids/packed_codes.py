@@ -41,7 +41,7 @@ class PackedCodes:
         num_levels: an odd number of 3 to 255.
 
     Raises:
-        TypeError: an argument is no int.
+        TypeError: an argument is not an int.
         ValueError: an argument is out of range.
 
     Example:

@@ -73,13 +73,15 @@ def jagged_target_attention(
               + A_{\beta(age_n), h} + \log w_n)
 
     All heads share one pass over the history. An empty history gives zeros. Positions count the
-    newer rows of the sample; ages are the time from a row to the sample's ``request_time``, or to
-    its last row without one, and zero where that is negative. Both fall into four buckets per
-    octave below 2^32, and one per octave above, :math:`\beta(x) = \min(\lfloor 4 \log_2(1 + x)
-    \rfloor, 96 + \lfloor \log_2(1 + x) \rfloor)` (of ``1 + x`` rounded to fp32): a table of 160
-    rows has one for every age that int64 holds. Everything beyond a table falls into its last
-    bucket. A row whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such
-    rows alone gives zeros; but positions and ages count it.
+    newer rows of the sample; ages are the time from a row to the sample's ``request_time``, by
+    default to its last row, and zero where that is negative. Both fall into buckets, four per
+    octave below 2^32 and one per octave above (of ``1 + x`` rounded to fp32),
+
+    .. math:: \beta(x) = \min(\lfloor 4 \log_2(1 + x) \rfloor, 96 + \lfloor \log_2(1 + x) \rfloor)
+
+    so that 160 buckets cover int64. Everything beyond a table falls into its last bucket. A row
+    whose prior weight :math:`w_n` is zero has a weight of zero, and a history of such rows alone
+    gives zeros; but positions and ages count it.
 
     With gather indices, ``indices``, row ``n`` is ``history[indices[n]]``; ``history`` has unique
     rows, or those of a whole table. No ``[N, D]`` tensor is created, also not in backward, which
@@ -98,9 +100,10 @@ def jagged_target_attention(
         bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
         position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
-        timestamps: ``[N]`` times of the rows: int32, int64, fp32 or fp64. fp32 holds today's Unix
-            time to the nearest 128 seconds. They have no gradient. An age that int64 does not hold,
-            as of a missing time of ``-2**63``, or that is NaN, falls into the last bucket.
+        timestamps: ``[N]`` times of the rows: int32, int64, fp32 or fp64. fp32 rounds current
+            Unix times to multiples of 128 seconds. They have no gradient. An age that overflows
+            int64, for example if a missing time is ``-2**63``, or is NaN, falls into the last
+            bucket.
         request_time: ``[B]`` in the dtype of ``timestamps``: when each sample is scored, which the
             ages of its rows are counted from; by default the time of its last row. No gradient.
         prior_weights: ``[N]``, any dtype that ``query`` may have: factors of the weights of rows
@@ -126,9 +129,9 @@ def jagged_target_attention(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape, a device, ``row_dropout`` or ``dropout`` does not fit. The values of
-            offsets, indices, bytes or prior weights do not fit; they are read on a CPU, or under
-            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+        ValueError: shapes or devices do not match, ``row_dropout`` or ``dropout`` is not in [0, 1),
+            or (on a CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets,
+            indices, bytes or prior weights are invalid.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
