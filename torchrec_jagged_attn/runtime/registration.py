@@ -6,7 +6,6 @@ that what has no derivative says so. Where the host must not be late, ``calls.py
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -323,10 +322,15 @@ def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
             raise NotImplementedError(f"{name} has no forward-mode derivative, got a dual tensor")
 
 
-def flatten(record: tuple[Any, ...]) -> tuple[Any, ...]:
+def flatten(record: tuple[Any, ...]) -> list[Any]:
     """The arguments of an op, of the record of them."""
-    parts = (flatten(field) if isinstance(field, tuple) else (field,) for field in record)
-    return tuple(itertools.chain.from_iterable(parts))
+    leaves = []
+    for field in record:  # of every call: a loop takes the host less than a generator
+        if isinstance(field, tuple):
+            leaves += flatten(field)
+        else:
+            leaves.append(field)
+    return leaves
 
 
 def _leaves(record: type) -> dict[str, Any]:
