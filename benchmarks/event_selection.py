@@ -9,7 +9,7 @@ last event that converted is for the test, those before are for training. Events
 are never looked up: ``EventSelection`` removes them first.
 
     all         every event
-    boosted     every event, weighed by the probability to convert that ``relevance`` goes by
+    boosted     every event, weighed by the probability to convert that ``relevance`` uses
     relevance   those that are likeliest to convert, by dwell time and surface, as ``Relevance``
                 finds from the events of training
     newest      the newest

@@ -110,7 +110,7 @@ class Figures:
         paths: CSV files.
         ours: the provider that ratios are to.
         by_suite: whether the name of a case has that of its suite before it, as in
-            ``table1/jagged_softmax-paper``: suites may have a case, and its floor, of one name.
+            ``table1/jagged_softmax-paper``: suites may have a case, and its roofline, of one name.
 
     Raises:
         ValueError: a figure is there twice, or those of a case are of several kinds of GPU, scores
@@ -167,7 +167,7 @@ class Figures:
         return "; ".join(self._stamps)
 
     def note(self, cell: Cell) -> str:
-        """What is said of a figure, or why there is none; nothing of most."""
+        """The note on a figure, or the reason why it is missing; empty for most."""
         of = (cell.case, cell.provider, cell.mode)
         unit = "ms" if cell.unit == "µs" else cell.unit
         keys = [*((*of, metric, unit) for metric in (cell.metric, "time")), (*of, "refused", "")]

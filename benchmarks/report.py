@@ -151,7 +151,7 @@ def variants_table(module: str) -> str:
 
 
 def crossover_table() -> str:
-    """From how many targets on ``"auto"`` makes keys and values, and the constants it goes by."""
+    """From how many targets on ``"auto"`` makes keys and values, and the constants it uses."""
     op = multi_head_target_attention
     rows = []
     for label, (kind, dtype) in CROSSOVERS.items():

@@ -82,9 +82,9 @@ def time_ms(call: Callable[[], object], device: str, quick: bool) -> list[float]
 def _event_times_ms(call: Callable[[], object], budget_ms: float) -> list[float]:
     """Times of each of the calls that take ``budget_ms`` in all, or of ten, or of five slow ones.
 
-    Each finds the L2 cache full of what it has no use for, as in a model: but of lines that were
-    read. ``triton.testing.do_bench`` leaves written ones, tens of MiB that the call's own traffic
-    must wait for: 10 µs on an H200.
+    Each finds the L2 cache full of unrelated data, as in a model, but of lines that were read.
+    ``triton.testing.do_bench`` leaves written ones, tens of MiB that the call's own traffic must
+    wait for: 10 µs on an H200.
     """
     evict = _evict()
     call()
@@ -321,7 +321,7 @@ def run_case(
 
 
 def make_table(rows: list[dict]) -> str:
-    """One line per mode and provider of a case: figures, ratio to the best peer, part of the floor.
+    """A line per mode and provider of a case: figures, ratio to the best peer, share of roofline.
 
     A ratio over 1 is faster than the best peer; the best peer's own is 1.
     """

@@ -1,7 +1,7 @@
 """Runs the package's Gluon kernels in numpy: Gluon has no interpreter.
 
 The code of a kernel runs as it stands. As many programs run at a time as the device has
-multiprocessors, each a thread, and in an order that is none of a GPU's and another at each launch.
+multiprocessors, each a thread, and in an order that no GPU has, and another at each launch.
 Where a kernel's warps are specialized, every partition of them is a thread, too.
 
 What a kernel calls of Gluon is here. Layouts mean nothing; fresh shared memory is NaN; every access

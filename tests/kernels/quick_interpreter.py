@@ -269,7 +269,7 @@ class Recording:
     """What a call has the interpreter's builder do.
 
     While it is recorded, this stands in for the builder. Values are in registers: first the call's
-    operands, then others as they come.
+    operands, then results in their order.
     """
 
     def __init__(self) -> None:
