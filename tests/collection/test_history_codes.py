@@ -225,7 +225,8 @@ def test_codes_are_attended_in_the_dtype_of_parameters(dtype, device):
     if dtype in supported_dtypes(device):
         assert module(target, history).dtype == dtype
     else:
-        with pytest.raises(TypeError, match=f"parameters must be what .*, got {dtype}"):
+        message = f"parameters must have a dtype that .* supports with history_codes, got {dtype}"
+        with pytest.raises(TypeError, match=message):
             module(target, history)
 
 

@@ -331,17 +331,18 @@ class JaggedTargetAttention(nn.Module):
             >>> attention(torch.randn(2, 8), history, indices=torch.tensor([0, 2, 1, 0, 2])).shape
             torch.Size([2, 8])
         """
+        # Variables: to read a module's attribute takes the host longer.
+        recency_bias, in_weight, out_proj = self.recency_bias, self.in_proj_weight, self.out_proj
         position_bias = age_bias = None
-        if self.recency_bias is not None:
-            position_bias = self.recency_bias.position_weight
-            age_bias = self.recency_bias.age_weight
-        if self.in_proj_weight is not None:
-            of_inputs = (self.in_proj_weight, None, None)
+        if recency_bias is not None:
+            position_bias, age_bias = recency_bias.position_weight, recency_bias.age_weight
+        if in_weight is not None:
+            of_inputs = (in_weight, None, None)
         else:
             of_inputs = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         out_weight = out_bias = None
-        if self.out_proj is not None:
-            out_weight, out_bias = self.out_proj.weight, self.out_proj.bias
+        if out_proj is not None:
+            out_weight, out_bias = out_proj.weight, out_proj.bias
         weights = ProjectionWeights(*of_inputs, self.in_proj_bias, out_weight, out_bias)
         biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
         return _attend(
