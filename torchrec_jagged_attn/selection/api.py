@@ -27,12 +27,8 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.devices import implementation, implementation_of
 from torchrec_jagged_attn.layout import check_offsets_values
-from torchrec_jagged_attn.runtime.registration import (
-    register_op,
-    register_op_without_grad,
-)
+from torchrec_jagged_attn.runtime.registration import register_op, register_op_without_grad
 from torchrec_jagged_attn.selection import cpu as reference
-from torchrec_jagged_attn.selection.arguments import ScoredRows
 from torchrec_jagged_attn.selection.kernels import copies as copy_kernels
 from torchrec_jagged_attn.selection.kernels import rows as row_kernels
 
@@ -260,10 +256,8 @@ def _select_rows(
     limit: int,
     threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The row at each new index, the new index of each row, and the new offsets."""
-    rows = ScoredRows(offsets, scores, segments, num_rows)
     return implementation_of(offsets, reference, row_kernels).select_rows(
-        rows, keep, num_segments, limit, threshold, capacity
+        offsets, scores, segments, keep, num_rows, capacity, num_segments, limit, threshold
     )
 
 

@@ -5,12 +5,13 @@ import torch
 
 from tests.cases import offsets_of
 from tests.selection.test_selection import draw_scores, expected_rows
-from torchrec_jagged_attn.selection.arguments import ScoredRows
 from torchrec_jagged_attn.selection.kernels import rows as kernels
 
 
-def select(rows, num_segments, limit, capacity):
-    found, inverse, new = kernels.select_rows(rows, None, num_segments, limit, -torch.inf, capacity)
+def select(offsets, scores, segments, num_rows, num_segments, limit, capacity):
+    found, inverse, new = kernels.select_rows(
+        offsets, scores, segments, None, num_rows, capacity, num_segments, limit, -torch.inf
+    )
     return new, found, inverse
 
 
@@ -18,7 +19,7 @@ def test_rows_behind_the_last_sample(kernel_device):
     """As a selection with room to spare leaves them: they are of nobody, whatever their score."""
     offsets = torch.tensor([0, 2, 3], device=kernel_device)
     scores = torch.tensor([1.0, 2.0, 3.0, torch.nan, 9.0], device=kernel_device)
-    new, rows, inverse = select(ScoredRows(offsets, scores, None, 5), 1, 1, 4)
+    new, rows, inverse = select(offsets, scores, None, 5, 1, 1, 4)
     assert new.tolist() == [0, 1, 2]
     assert rows.tolist() == [1, 2, -1, -1]
     assert inverse.tolist() == [-1, 0, 1, -1, -1]
@@ -39,8 +40,8 @@ def test_samples_around_a_block(block, segmented, kernel_device, monkeypatch):
     limits = [[block // 3] * (2 if segmented else 1)] * len(lengths)
     expected, counts = expected_rows(offsets, scores.cpu(), limits, None, segments)
     segments = None if segments is None else segments.to(kernel_device)
-    given = ScoredRows(offsets, scores, segments, num_rows)
-    new, rows, inverse = select(given, len(limits[0]), block // 3, num_rows)
+    sizes = num_rows, len(limits[0]), block // 3, num_rows
+    new, rows, inverse = select(offsets, scores, segments, *sizes)
     assert torch.equal(new.diff().cpu(), counts)
     assert torch.equal(rows[: len(expected)].cpu(), expected)
     assert (rows[len(expected) :] == -1).all()
@@ -61,7 +62,7 @@ def test_sums_of_many_samples(kind, kernel_device, monkeypatch):
     values = torch.zeros(num_rows) if scores is None else scores.cpu()
     expected, counts = expected_rows(offsets.cpu(), values, limits, None, segments)
     segments = None if segments is None else segments.to(kernel_device)
-    given = ScoredRows(offsets, scores, segments, num_rows)
-    new, rows, _ = select(given, len(limits[0]), 2, len(expected))
+    sizes = num_rows, len(limits[0]), 2, len(expected)
+    new, rows, _ = select(offsets, scores, segments, *sizes)
     assert torch.equal(new.diff().cpu(), counts)
     assert torch.equal(rows.cpu(), expected)

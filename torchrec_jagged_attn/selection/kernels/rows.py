@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from torchrec_jagged_attn.runtime.launch import Launcher
-from torchrec_jagged_attn.selection.arguments import ScoredRows
 
 MIN_BLOCK, MAX_BLOCK = 128, 4096  # rows of _find_cuts' block
 # Rows of a block per warp: short samples fit in one warp of _find_cuts, so no warp waits for
@@ -274,22 +273,25 @@ _index_rows = Launcher(_index_rows_kernel)
 
 
 def select_rows(
-    rows: ScoredRows,
+    offsets: Tensor,
+    scores: Tensor | None,
+    segments: Tensor | None,
     keep: Tensor | None,
+    num_rows: int,
+    capacity: int,
     num_segments: int,
     limit: int,
     threshold: float,
-    capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The row at each new index, ``[C]``, and the new index of each row, ``[N]``, -1 for none; and
     the new offsets, ``[B + 1]``, up to ``capacity``.
 
     ``keep`` is ``[B, S]`` or ``[1, S]`` int64; without it, each segment keeps up to ``limit`` rows.
     """
-    offsets, scores, segments = (None if x is None else x.contiguous() for x in rows[:3])
-    assert offsets is not None
-    keep = None if keep is None else keep.contiguous()
-    num_rows, num_samples = rows.num_rows, offsets.numel() - 1
+    offsets, num_samples = offsets.contiguous(), offsets.numel() - 1
+    scores, segments, keep = (
+        None if x is None else x.contiguous() for x in (scores, segments, keep)
+    )
     if num_samples == 0:
         indices, inverse = (
             offsets.new_full((size,), -1, dtype=torch.int64) for size in (capacity, num_rows)
