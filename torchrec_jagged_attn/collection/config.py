@@ -208,11 +208,7 @@ def check_list(value: object, name: str, kind: type) -> None:
 def find_feature(
     argument: str, name: str, tables: list[EmbeddingBagConfig]
 ) -> tuple[EmbeddingBagConfig, str]:
-    """Table and feature of ``name``, which is ``feature`` or ``feature@table``.
-
-    Raises:
-        ValueError: no table holds it, or several do. ``argument`` is what gave the name.
-    """
+    """Table and feature of ``name``, ``feature`` or ``feature@table``, that ``argument`` gave."""
     held = [(table, feature) for table in tables for feature in table.feature_names]
     found = [
         (table, feature) for table, feature in held if name in (feature, f"{feature}@{table.name}")
@@ -244,11 +240,7 @@ def find_features(
 def check_configs(
     tables: list[EmbeddingBagConfig], attentions: list[TargetAttentionConfig]
 ) -> None:
-    """``tables``, whose features have names, and ``attentions`` must fit together.
-
-    Raises:
-        ValueError: naming the argument that does not.
-    """
+    """``tables``, whose features have names, and ``attentions`` must fit together."""
     if not tables:
         raise ValueError("tables must hold at least one EmbeddingBagConfig, got none")
     if not attentions:
@@ -288,7 +280,12 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
         embed_dim = sum(features[name] for name in config.histories)
     else:
         embed_dim = check_codes(config.history_codes, None)
-        _check_over_codes(config, tables)
+        for table in tables:
+            if held := sorted({*config.histories} & {*table.feature_names}):
+                raise ValueError(
+                    "history must be a key without a table with history_codes, got "
+                    f"{held}, of table {table.name!r}"
+                )
     if config.num_heads is not None and embed_dim % config.num_heads != 0:
         raise ValueError(
             f"num_heads must divide the {embed_dim} columns of history {config.history!r}, "
@@ -298,16 +295,6 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
         if (key := getattr(config, name)) in table.feature_names:
             raise ValueError(
                 f"{name} must be a key without a table, got {key!r}, a feature of table "
-                f"{table.name!r}"
-            )
-
-
-def _check_over_codes(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
-    """Histories of codes have no table."""
-    for table in tables:
-        if held := sorted({*config.histories} & {*table.feature_names}):
-            raise ValueError(
-                f"history must be a key without a table with history_codes, got {held}, of table "
                 f"{table.name!r}"
             )
 
@@ -360,13 +347,7 @@ def keys_of_candidates(
     candidates: str,
     candidate_features: str | Sequence[str],
 ) -> list[str]:
-    """Keys of a KeyedJaggedTensor with one id for each candidate, targets first; none where a
-    sample is one candidate.
-
-    Raises:
-        TypeError: ``candidate_features`` are no names.
-        ValueError: an argument that is unknown, or does not fit the others.
-    """
+    """Keys with one id for each candidate, targets first; none where a sample is one candidate."""
     candidate_features = names_of(candidate_features, "candidate_features")
     if candidates not in ("one", "jagged"):
         raise ValueError(f"candidates must be 'one' or 'jagged', got {candidates!r}")
@@ -395,12 +376,7 @@ def check_single_id_features(
     single_id_features: str | Sequence[str],
     candidate_features: list[str],
 ) -> list[str]:
-    """``single_id_features`` as a list.
-
-    Raises:
-        TypeError: they are no names.
-        ValueError: one is unknown, a target, a history or one of ``candidate_features``.
-    """
+    """``single_id_features`` as a list, of which none may have another role."""
     single_id_features = names_of(single_id_features, "single_id_features")
     features = {feature for table in tables for feature in table.feature_names}
     features -= {*candidate_features}

@@ -280,11 +280,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
         Args:
             embedding_bag_collection: not sharded.
-            attentions: as for the class.
-            single_lookup: as for the class.
-            candidates: as for the class.
-            candidate_features: as for the class.
-            single_id_features: as for the class.
+            attentions, single_lookup, candidates, candidate_features, single_id_features: as for
+                the class.
 
         Raises:
             TypeError: ``embedding_bag_collection`` is not an EmbeddingBagCollection.

@@ -242,12 +242,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
 
 
 class _Layout:
-    """How the rows that lookups give are divided into features and homes.
-
-    Args:
-        local: the features, in the order of the lookups.
-        rows_of_homes: how many rows each home has of each.
-        lookups: those that there are.
+    """How the rows that ``lookups`` give are divided into ``local`` features, in the order of the
+    lookups, and homes, which have ``rows_of_homes`` of each.
     """
 
     def __init__(

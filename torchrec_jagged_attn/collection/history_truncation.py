@@ -14,11 +14,8 @@ class HistoryTruncation(nn.Module):
 
     It has no parameter and reads nothing but its input, so TorchRec's pipelines run it before the
     lookups, with ``pipeline_postproc=True``. The number of rows left is known only on the device:
-    without a pipeline, the host waits for it.
-
-    Args:
-        histories: the keys of each history, which are equally long in each sample, and how many of
-            its newest rows to keep.
+    without a pipeline, the host waits for it. ``histories`` are the keys of each, equally long in
+    each sample, and how many of its newest rows to keep.
     """
 
     def __init__(self, histories: list[tuple[list[str], int]]) -> None:
@@ -30,9 +27,6 @@ class HistoryTruncation(nn.Module):
         """``features`` with the same keys and samples, and no more rows than the limits.
 
         Where there are no values, as on the meta device or in FakeTensorMode, no row is dropped.
-
-        Raises:
-            ValueError: keys of one history differ in length.
         """
         return _truncate(features, self._histories, self._limits)
 

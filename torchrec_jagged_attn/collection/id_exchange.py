@@ -27,23 +27,14 @@ LARGEST_KEY = torch.iinfo(torch.int32).max
 
 
 class HistoryFeatures(NamedTuple):
-    """What an EmbeddingCollection of a TargetAttentionEmbeddingBagCollection knows of a history.
+    """What an EmbeddingCollection of a TargetAttentionEmbeddingBagCollection knows of a history."""
 
-    Attributes:
-        feature: its key in batches.
-        key: of the output.
-        stays: whether attention supports rows that stay, and gather indices.
-        timestamps: their key, or empty.
-        request_time: its key, or empty.
-        is_weighted: whether batches have prior weights.
-    """
-
-    feature: str
-    key: str
-    stays: bool
-    timestamps: str
-    request_time: str
-    is_weighted: bool
+    feature: str  # its key in batches
+    key: str  # of the output
+    stays: bool  # whether attention supports rows that stay, and gather indices
+    timestamps: str  # their key, or empty
+    request_time: str  # its key, or empty
+    is_weighted: bool  # whether batches have prior weights
 
     @property
     def has_ages(self) -> bool:
@@ -55,30 +46,19 @@ class HistoryFeatures(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Numbers that are sent of each row: its id and, where it stays, its position, and age and
-        weight if there are any.
-        """
+        """Numbers sent of each row: its id and, where it stays, position, age and weight, if any."""
         return 1 + self.stays + self.has_ages + self.has_weights
 
 
 class Feature(NamedTuple):
-    """A feature whose ids are exchanged.
+    """A feature whose ids are exchanged."""
 
-    Attributes:
-        name: what the collection calls its rows.
-        key: in batches.
-        lookup: the one of the collection's lookups that has its table.
-        owners: the ranks that have rows of the table, in the order of the rows.
-        rows_per_owner: of all owners but the last.
-        history: what is known of it, if it is a history.
-    """
-
-    name: str
-    key: str
-    lookup: int
-    owners: list[int]
-    rows_per_owner: int
-    history: HistoryFeatures | None
+    name: str  # what the collection calls its rows
+    key: str  # in batches
+    lookup: int  # the one of the collection's lookups that has its table
+    owners: list[int]  # the ranks that have rows of the table, in the order of the rows
+    rows_per_owner: int  # of all owners but the last
+    history: HistoryFeatures | None  # what is known of it, if it is a history
 
     @property
     def stays(self) -> bool:
@@ -86,41 +66,25 @@ class Feature(NamedTuple):
 
 
 class OwnedIds(NamedTuple):
-    """What a rank has received of a history of all homes, besides ids.
+    """What a rank has received of a history of all homes, besides ids."""
 
-    Attributes:
-        lengths: ``[S]`` int64, of the samples of all homes; ``[0]`` if it is no owner.
-        positions: ``[N']`` int64, of each row in its whole history, where -1 is the newest.
-        ages: ``[N']`` int64, or None.
-        prior_weights: ``[N']``, or None.
-    """
-
-    lengths: Tensor
-    positions: Tensor
-    ages: Tensor | None
-    prior_weights: Tensor | None
+    lengths: Tensor  # [S] int64, of the samples of all homes; [0] if it is no owner
+    positions: Tensor  # [N'] int64, of each row in its whole history, where -1 is the newest
+    ages: Tensor | None  # [N'] int64
+    prior_weights: Tensor | None  # [N']
 
 
 class Received(NamedTuple):
-    """What a rank has, as home and as owner, once ids are exchanged.
+    """What a rank has, as home and as owner, once ids are exchanged."""
 
-    Attributes:
-        at_home: lengths ``[S]`` of this rank's samples, and their sum, by the names of features.
-        orders: of each of ``IdExchange.groups``, where the rows that come back to this rank's
-            samples lie; None if they are in order.
-        ids: that each lookup looks up; in ``[features, homes]``, as ``stride=1``.
-        owned: by the names of histories that stay.
-        rows_of_owners: how many rows of this rank's samples are of which owner and feature.
-        rows_of_homes: how many rows this rank has of which home and feature.
-        samples_of_homes: how many samples each home has.
-    """
-
+    # Lengths [S] of this rank's samples, and their sum, by the names of features.
     at_home: dict[str, tuple[Tensor, int]]
+    # Where the rows of each of ``IdExchange.groups`` that come back lie; None if in order.
     orders: list[Tensor | None]
-    ids: dict[int, KeyedJaggedTensor]
-    owned: dict[str, OwnedIds]
-    rows_of_owners: list[dict[str, int]]
-    rows_of_homes: list[dict[str, int]]
+    ids: dict[int, KeyedJaggedTensor]  # of each lookup; in [features, homes], as stride=1
+    owned: dict[str, OwnedIds]  # by the names of histories that stay
+    rows_of_owners: list[dict[str, int]]  # rows of this rank's samples, by owner and feature
+    rows_of_homes: list[dict[str, int]]  # rows that this rank has, by home and feature
     samples_of_homes: list[int]
 
     def record_stream(self, stream: Any) -> None:
@@ -191,11 +155,7 @@ class IdExchange:
         self.staying_per_rank = [sum(of.stays for of in of_rank) for of_rank in self._of_ranks]
 
     def start(self, batch: KeyedJaggedTensor) -> _Sizes:
-        """Sort the ids of the features of a ``batch``, and send how many there are.
-
-        Raises:
-            ValueError: samples times features times ranks exceed int32.
-        """
+        """Sort the ids of the features of a ``batch``, and send how many there are."""
         features = self._select(batch)
         num_samples, num_blocks = features.stride(), len(self._blocks)
         if num_samples * num_blocks > LARGEST_KEY:  # PyTorch would wrap around

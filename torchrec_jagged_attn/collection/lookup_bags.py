@@ -26,12 +26,8 @@ def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         item    [7] [8] [9]                [7] [8] [ ] [9] [ ]
         history [1 2 3 4] [ ] [5 6]   ->   [1] [2] [3] [4] [5 6]
 
-    Args:
-        features: ``K`` keys, a bag for each sample, ``N`` ids in all.
-
-    Returns:
-        ``K`` keys with ``ceil(N / K)`` bags each. Those of batch sizes that vary by key are as
-        they were.
+    ``N`` ids of ``K`` keys are returned in ``ceil(N / K)`` bags per key. Those of batch sizes that
+    vary by key are as they were.
     """
     num_keys, ids, stride = len(features.keys()), features.values(), features.stride()
     if ids.numel() == 0 or stride == 0 or features.variable_stride_per_key():

@@ -22,17 +22,9 @@ def take_rows(
 ) -> tuple[dict[str, JaggedTensor], dict[str, Tensor]]:
     """What an EmbeddingCollection returned, where rows of the keys ``by_index`` are not copied.
 
-    Args:
-        sequences: of a lookup that is sharded or not.
-        by_index: keys whose rows may be read through gather indices.
-
-    Returns:
-        The sequences, and indices ``[N]`` of those whose values are rows ``[U, D]`` of all keys of
-        the lookup. Others are as TorchRec has them, but their copies have a gradient on a CPU, too.
-        Where TorchRec would make no copy: its sequences, which are waited for, and no indices.
-
-    Raises:
-        NotImplementedError: copies without a gradient have already been waited for.
+    Returns the sequences, and indices ``[N]`` of those whose values are rows ``[U, D]`` of all keys
+    of the lookup. Others are as TorchRec has them, but their copies have a gradient on a CPU, too.
+    Where TorchRec would make no copy: its sequences, which are waited for, and no indices.
     """
     if not isinstance(sequences, LazyAwaitable):
         return sequences, {}

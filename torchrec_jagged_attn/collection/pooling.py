@@ -32,51 +32,27 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
 
 
 class _Source(NamedTuple):
-    """Where rows of a sequence come from, and the column that they end in.
+    """Where rows of a sequence come from, and the column that they end in."""
 
-    Attributes:
-        feature: key of the KeyedJaggedTensor.
-        key: of the output.
-        width: of the rows.
-        lookup: number of the EmbeddingCollection.
-        name: what that one calls the feature.
-    """
-
-    feature: str
-    key: str
+    feature: str  # key of the KeyedJaggedTensor
+    key: str  # of the output
     width: int
-    lookup: int
-    name: str
+    lookup: int  # number of the EmbeddingCollection
+    name: str  # what that one calls the feature
 
 
 class _Attention(NamedTuple):
-    """What one attention reads, and where it goes.
-
-    Attributes:
-        targets: whose rows are looked up.
-        histories: likewise; none where they come as codes.
-        features: keys of the KeyedJaggedTensor that the history has.
-        keys: of the output.
-        width: of all these.
-        encoder_heads: heads of its encoder layers.
-        num_bytes: of a row of codes; 0 where rows are looked up.
-        timestamps: key of the KeyedJaggedTensor, empty if there are none.
-        request_time: likewise.
-        takes_indices: whether it supports gather indices.
-        user_key: of the user embedding; empty without one.
-    """
+    """What one attention reads, and where it goes."""
 
     targets: list[_Source]
-    histories: list[_Source]
-    features: list[str]
-    keys: list[str]
-    width: int
-    encoder_heads: int
-    num_bytes: int
-    timestamps: str
-    request_time: str
-    takes_indices: bool
-    user_key: str
+    histories: list[_Source]  # none where they come as codes
+    features: list[str]  # keys of the KeyedJaggedTensor that the history has
+    keys: list[str]  # of the output
+    width: int  # of all these
+    num_bytes: int  # of a row of codes; 0 where rows are looked up
+    timestamps: str  # key of the KeyedJaggedTensor, empty if there are none
+    request_time: str  # likewise
+    user_key: str  # of the user embedding; empty without one
 
 
 class _Encoder(nn.Sequential):
@@ -102,17 +78,6 @@ class TargetAttentionPooling(nn.Module):
 
     A module of its own, with no sharded child, is a leaf for TorchRec's tracers: what branches on
     the batch must be in here for the lookups to be pipelined.
-
-    Args:
-        tables: all of them, in the order of the output.
-        sequence_tables: those of each EmbeddingCollection.
-        bag_tables: those of the EmbeddingBagCollection.
-        attentions: as the collection's.
-        is_weighted: as the collection's.
-        candidates: keys of a KeyedJaggedTensor with an id for each candidate of a sample, none
-            where each sample is one candidate.
-        singles: keys with exactly one id in each sample, where they are looked up as sequences.
-        device: of the parameters.
     """
 
     # torch.jit.script infers neither records nor what empty lists hold.
@@ -125,13 +90,13 @@ class TargetAttentionPooling(nn.Module):
 
     def __init__(
         self,
-        tables: list[EmbeddingBagConfig],
-        sequence_tables: list[list[EmbeddingBagConfig]],
-        bag_tables: list[EmbeddingBagConfig],
+        tables: list[EmbeddingBagConfig],  # all of them, in the order of the output
+        sequence_tables: list[list[EmbeddingBagConfig]],  # of each EmbeddingCollection
+        bag_tables: list[EmbeddingBagConfig],  # of the EmbeddingBagCollection
         attentions: list[TargetAttentionConfig],
         is_weighted: bool,
-        candidates: list[str],
-        singles: list[str],
+        candidates: list[str],  # keys with an id per candidate; none where samples are candidates
+        singles: list[str],  # keys with exactly one id in each sample
         device: torch.device | None,
     ) -> None:
         super().__init__()
@@ -189,7 +154,7 @@ class TargetAttentionPooling(nn.Module):
         self._slices = _slices(widths, blocks)
 
         self.encoders = nn.ModuleList(
-            _encoder(config, attention, device)
+            _encoder(config, attention.width, device)
             for config, attention in zip(attentions, self._attentions, strict=True)
         )
         self.attentions = nn.ModuleList(
@@ -312,8 +277,8 @@ class TargetAttentionPooling(nn.Module):
     def histories(self) -> list[dict[str, HistoryFeatures]]:
         """The histories of each lookup, by what it calls their rows."""
         histories: list[dict[str, HistoryFeatures]] = [{} for _ in range(self._num_lookups)]
-        for attention in self._attentions:
-            stays = attention.takes_indices and len(attention.histories) == 1
+        for attention, encoder in zip(self._attentions, self.encoders, strict=True):
+            stays = not any(encoder.children()) and len(attention.histories) == 1
             for source in attention.histories:
                 histories[source.lookup][source.name] = HistoryFeatures(
                     source.feature,
@@ -327,9 +292,7 @@ class TargetAttentionPooling(nn.Module):
 
 
 def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
-    """What a lookup of ``tables`` calls each table's feature: ``feature@table`` where several of
-    them hold it.
-    """
+    """What a lookup calls each table's feature: ``feature@table`` where several tables hold it."""
     return {
         (table.name, feature): name
         for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True)
@@ -364,7 +327,6 @@ def _attention(
     histories = [sources[t.name, key] for t, key in find_features("history", [config], tables)]
     has_user = config.encoder is not None and config.encoder.user_embedding
     user_key = f"user@{histories[0].key}" if has_user else ""
-    takes_indices = config.encoder is None
     if config.history_codes is None:
         features, keys = [x.feature for x in histories], [x.key for x in histories]
         width, num_bytes = _width(histories), 0
@@ -372,26 +334,22 @@ def _attention(
         features, keys = config.histories, config.histories[:1]
         width = check_codes(config.history_codes, None)
         num_bytes = packed_codes_of(config.history_codes).num_bytes
-    encoder_heads = config.num_heads
-    if encoder_heads is None:
-        encoder_heads = min(4, check_target_heads(None, width))
-    return _Attention(
-        targets, histories, features, keys, width, encoder_heads, num_bytes,
-        config.timestamps or "", config.request_time or "", takes_indices, user_key,
-    )  # fmt: skip
+    times = config.timestamps or "", config.request_time or ""
+    return _Attention(targets, histories, features, keys, width, num_bytes, *times, user_key)
 
 
-def _encoder(
-    config: TargetAttentionConfig, attention: _Attention, device: torch.device | None
-) -> _Encoder:
+def _encoder(config: TargetAttentionConfig, width: int, device: torch.device | None) -> _Encoder:
     encoder = config.encoder
     if encoder is None:
         return _Encoder()
+    num_heads = config.num_heads
+    if num_heads is None:
+        num_heads = min(4, check_target_heads(None, width))
     return _Encoder(
         *(
             HistoryEncoderLayer(
-                attention.width,
-                attention.encoder_heads,
+                width,
+                num_heads,
                 dropout=encoder.dropout,
                 causal=encoder.causal,
                 window=encoder.window,
@@ -421,11 +379,8 @@ def _columns(block: Tensor, of: _Slice) -> Tensor:
 
 
 def _slices(widths: dict[str, int], blocks: list[list[str]]) -> list[_Slice]:
-    """Where columns of the output lie, from left to right, and as few slices as there can be.
-
-    Args:
-        widths: of all keys, in the order of the output.
-        blocks: the keys of each tensor, in its own order.
+    """Where columns of the output (keys and ``widths``) lie, from left to right, in tensors of the
+    keys ``blocks``: as few slices as there can be.
     """
     begins = {}
     for block, keys in enumerate(blocks):

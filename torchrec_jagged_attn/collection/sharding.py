@@ -84,10 +84,6 @@ def check_sharded(lookups: list[nn.Module]) -> bool:
 
     The first time, sharded ones are prepared for what TorchRec's do not serve: ranks without a
     table, batches without samples, and long bags.
-
-    Raises:
-        RuntimeError: a DistributedModelParallel left some of them whole on each rank.
-        ValueError: tables of one lookup have several ``output_dtype``.
     """
     left = [lookup for lookup in lookups if not isinstance(lookup, ShardedModule)]
     if not left:
@@ -160,11 +156,7 @@ def _input_dist(lookup: ShardedEmbeddingCollection, ctx: Any, features: Any) -> 
 
 
 def check_optimizers(pooling: nn.Module) -> None:
-    """Check once that no weight of ``pooling`` has an optimizer in backward, as tables have.
-
-    Raises:
-        ValueError: ``apply_optimizer_in_backward`` was given one of them.
-    """
+    """Check once that no weight of ``pooling`` has an optimizer in backward, as tables have."""
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and pooling in _checked:
         return
@@ -180,11 +172,7 @@ def check_optimizers(pooling: nn.Module) -> None:
 
 
 def check_quantized(lookups: list[nn.Module]) -> bool:
-    """Whether ``lookups`` are quantized, as all or none of them must be.
-
-    Raises:
-        RuntimeError: some of them are.
-    """
+    """Whether ``lookups`` are quantized, as all or none of them must be."""
     are_quantized = [isinstance(lookup, QUANTIZED) for lookup in lookups]
     if any(are_quantized) and not all(are_quantized):
         raise RuntimeError(

@@ -35,28 +35,16 @@ from torchrec_jagged_attn.target_attention.arguments import ProjectionWeights, T
 
 
 class OwnedRows(NamedTuple):
-    """What this rank's shard has of a history of the samples of all ranks, one home after another.
+    """What this rank's shard has of a history of the samples of all ranks, home by home."""
 
-    Attributes:
-        rows: ``[N', D]``. Their gradient goes to the table.
-        lengths: ``[S]`` int64, how many of them each sample has.
-        positions: ``[N']`` int64, of each row in its whole history, where -1 is the newest.
-        ages: ``[N']`` int64, or None.
-        prior_weights: ``[N']``, or None.
-        rows_per_home: how many of the rows each home's samples have.
-        samples_per_home: how many samples each home has.
-        owners: the ranks that have rows of the table. Others have no sample here.
-        group: of the ranks.
-    """
-
-    rows: Tensor
-    lengths: Tensor
-    positions: Tensor
-    ages: Tensor | None
-    prior_weights: Tensor | None
-    rows_per_home: list[int]
+    rows: Tensor  # [N', D]; their gradient goes to the table
+    lengths: Tensor  # [S] int64, how many of them each sample has
+    positions: Tensor  # [N'] int64, of each row in its whole history, where -1 is the newest
+    ages: Tensor | None  # [N'] int64
+    prior_weights: Tensor | None  # [N']
+    rows_per_home: list[int]  # how many of the rows each home's samples have
     samples_per_home: list[int]
-    owners: list[int]
+    owners: list[int]  # the ranks that have rows of the table; others have no sample here
     group: dist.ProcessGroup
 
     def of_homes(self, samples: list[int]) -> Iterator[OwnedRows]:
@@ -85,12 +73,7 @@ class RemoteHistory(JaggedTensor):
 
 
 class _Transfer:
-    """All-to-alls, one at a time: of values, and later of their gradients.
-
-    Args:
-        group: of the ranks.
-        codecs: that encode what is sent.
-    """
+    """All-to-alls, one at a time, encoded by ``codecs``: of values, later of their gradients."""
 
     def __init__(self, group: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
         self._group, self._codecs = group, codecs
@@ -221,25 +204,11 @@ def attend_at_owners(
     options: Options,
     dtype: torch.dtype,
 ) -> LazyAwaitable[Tensor]:
-    """``JaggedTargetAttention.forward`` over rows that stay.
+    """``JaggedTargetAttention.forward`` over rows that stay: ``[B, E]`` of a query ``[B, C]``, or
+    ``[ΣT, E]`` of ``[ΣT, C]`` with offsets ``[B + 1]``; products and output are of ``dtype``.
 
     Queries are sent at once. All else is computed when the output is waited for, which all ranks
     must do in the same order for several attentions.
-
-    Args:
-        query: targets ``[B, C]``; or ``[ΣT, C]``, with ``query_offsets``.
-        query_offsets: ``[B + 1]``.
-        history: of ``B`` samples.
-        weights: of the module.
-        biases: of the module: its tables.
-        options: what the module was made with.
-        dtype: of products and of the output.
-
-    Returns:
-        ``[B, E]`` or ``[ΣT, E]``, to be waited for.
-
-    Raises:
-        NotImplementedError: the values of ``history`` were replaced.
     """
     if history.values().requires_grad:
         raise NotImplementedError(
@@ -385,19 +354,11 @@ def _attend(
     ends: Tensor | None = None,
     seeds: tuple[Tensor | None, ...] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """``[R, H, D]`` of ``u`` over the rows of this owner, and their log-sum-exps ``[R, H]``; of
-    other scores than the softmax, ``[R, 0]``.
+    """``[R, H, D]`` of queries ``u`` (``[R, H, D]``; ``counts [S]`` of each sample, if not one)
+    over the rows of this owner, and log-sum-exps ``[R, H]``; without a softmax, ``[R, 0]``.
 
-    Args:
-        biases: of the module: its tables.
-        options: what the module was made with.
-        scale: of the scores.
-        u: ``[R, H, D]``, the queries.
-        counts: ``[S]``, how many of them each sample has, if not one each.
-        owned: the rows.
-        ends: ``[S]``, with ``seeds`` alone, which are for the numbers that rows have at home: that
-            after the newest row of each sample.
-        seeds: what rows and weights are dropped by.
+    Rows and weights are dropped by ``seeds``, for the numbers that rows have at home: ``ends [S]``
+    are those after the newest row of each sample.
     """
     lengths, positions = owned.lengths, owned.positions
     zeros = torch.zeros_like(lengths)
