@@ -10,7 +10,7 @@ are all-to-alls of all features together, and nothing is regrouped on the way.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class HistoryFeatures(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Numbers sent of each row: its id and, where it stays, position, age and weight, if any."""
+        """Numbers sent of each row: its id and, where it stays, position and any age and weight."""
         return 1 + self.stays + self.has_ages + self.has_weights
 
 
@@ -98,12 +98,7 @@ class Received(NamedTuple):
 
 
 class IdExchange:
-    """The ids of ``features`` to their owners.
-
-    Args:
-        features: those of each lookup in the order in which it takes them.
-        group: of the ranks.
-        device: of the ids.
+    """The ids of ``features``, those of each lookup in its order, to their owners.
 
     Attributes:
         features: in the order in which :meth:`start` takes them.
@@ -151,8 +146,8 @@ class IdExchange:
         self._staying_blocks = torch.tensor(
             [i for i, (_, of) in enumerate(blocks) if of.stays], dtype=torch.int64, device=device
         )
-        self.sizes_per_rank = [len(of_rank) + 1 for of_rank in self._of_ranks]
-        self.staying_per_rank = [sum(of.stays for of in of_rank) for of_rank in self._of_ranks]
+        self._sizes_per_rank = [len(of_rank) + 1 for of_rank in self._of_ranks]
+        self._staying_per_rank = [sum(of.stays for of in of_rank) for of_rank in self._of_ranks]
 
     def start(self, batch: KeyedJaggedTensor) -> _Sizes:
         """Sort the ids of the features of a ``batch``, and send how many there are."""
@@ -183,16 +178,10 @@ class IdExchange:
             counts = ends.diff().int().view(num_blocks, num_samples)[self._staying_blocks]
         of_features = features.lengths().view(len(self.features), num_samples)
         at_home = zip(of_features, features.length_per_key(), strict=True)
-        return _Sizes(
-            self,
-            num_samples,
-            dict(zip(features.keys(), at_home, strict=True)),
-            [self._order(of_group, features, key) for of_group in self.groups],
-            of_blocks,
-            sizes,
-            counts,
-            torch.stack(columns, dim=1),
-        )
+        at_home = dict(zip(features.keys(), at_home, strict=True))
+        orders = [self._order(of_group, features, key) for of_group in self.groups]
+        columns = torch.stack(columns, dim=1)
+        return _Sizes(self._steps(num_samples, at_home, orders, of_blocks, sizes, counts, columns))
 
     def _select(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The features of a ``batch``, in the order of ``features``."""
@@ -244,25 +233,49 @@ class IdExchange:
             columns.append(features.weights().detach().double().view(torch.int64))
         return columns
 
-    def finish(
+    def _steps(
         self,
-        sizes: _Sizes,
+        num_samples: int,
+        at_home: dict[str, tuple[Tensor, int]],
+        orders: list[Tensor | None],
+        of_blocks: Tensor,
+        sizes: Tensor,
         lengths: Tensor | None,
         columns: Tensor,
-        of_blocks: list[int],
-        of_homes: list[list[int]],
-    ) -> Received:
-        """Sort what has come by features."""
+    ) -> Iterator[Received | None]:
+        """Yields once sizes are sent, once ids are, and then what has come, by features."""
+        width = len(self.local) + 1
+        of_ranks = [width] * self.group.size()
+        received, sending = self._send(sizes, of_ranks, self._sizes_per_rank)
+        yield
+        sending.wait()
+        numbers = torch.cat([received, of_blocks]).tolist()
+        count = received.numel()
+        of_homes = [numbers[i : i + width] for i in range(0, count, width)]
+        of_owners, samples = numbers[count:], [of_home[-1] for of_home in of_homes]
+        blocks = iter(of_owners)
+        sent = [sum(itertools.islice(blocks, n - 1)) for n in self._sizes_per_rank]
+        of_rows, sending = self._send(columns, [sum(x[:-1]) for x in of_homes], sent)
+        works, of_samples = [sending], None
+        staying = [of.name for of in self.local if of.stays]
+        if lengths is not None:
+            of_samples, sending = self._send(
+                lengths.flatten(),
+                [n * len(staying) for n in samples],
+                [num_samples * n for n in self._staying_per_rank],
+            )
+            works.append(sending)
+        yield
+        for work in works:
+            work.wait()
         names = [of.name for of in self.local]
-        rows_of_homes = [dict(zip(names, of_home[:-1], strict=True)) for of_home in of_homes]
-        samples = [of_home[-1] for of_home in of_homes]
         chunks = [count for of_home in of_homes for count in of_home[:-1]]
 
         def by_feature(column: Tensor) -> dict[str, list[Tensor]]:
             pieces = column.split(chunks)
             return {name: [*pieces[i :: len(names)]] for i, name in enumerate(names)}
 
-        of_columns = [by_feature(column) for column in columns.unbind(1)]
+        of_columns = [by_feature(column) for column in of_rows.unbind(1)]
         lookups: dict[int, list[str]] = {of.lookup: [] for of in self.features}
         for of in self.local:
             lookups[of.lookup].append(of.name)
@@ -275,10 +288,9 @@ class IdExchange:
             )
             for lookup, of_lookup in lookups.items()
         }
-        staying = [of.name for of in self.local if of.stays]
         owned = {}
-        if lengths is not None:
-            of_samples = lengths.split([n for n in samples for _ in staying])
+        if of_samples is not None:
+            of_samples = of_samples.split([n for n in samples for _ in staying])
             for of in self.features:
                 if of.history is None or not of.stays:
                     continue
@@ -296,16 +308,21 @@ class IdExchange:
                     if has_weights
                     else None,
                 )
-        of_ranks = iter(of_blocks)
-        return Received(
-            sizes.at_home,
-            sizes.orders,
+        blocks = iter(of_owners)
+        yield Received(
+            at_home,
+            orders,
             ids,
             owned,
-            [{of.name: next(of_ranks) for of in of_rank} for of_rank in self._of_ranks],
-            rows_of_homes,
+            [{of.name: next(blocks) for of in of_rank} for of_rank in self._of_ranks],
+            [dict(zip(names, of_home[:-1], strict=True)) for of_home in of_homes],
             samples,
         )
+
+    def _send(self, x: Tensor, received: list[int], sent: list[int]) -> tuple[Tensor, Any]:
+        """What will have come, and what waits for it."""
+        out = x.new_empty(sum(received), *x.shape[1:])
+        return out, dist.all_to_all_single(out, x, received, sent, group=self.group, async_op=True)
 
 
 def _bags(keys: list[str], pieces: list[list[Tensor]], columns: Tensor) -> KeyedJaggedTensor:
@@ -337,68 +354,20 @@ def _ages(batch: KeyedJaggedTensor, of: HistoryFeatures, sample: Tensor) -> Tens
     return ages.masked_fill_(times > references, 0)
 
 
-class _Sizes(Awaitable["_Ids"]):
-    """Sizes on their way. A pipeline waits for them one step before their ids are needed."""
-
-    def __init__(
-        self,
-        exchange: IdExchange,
-        num_samples: int,
-        at_home: dict[str, tuple[Tensor, int]],
-        orders: list[Tensor | None],
-        of_blocks: Tensor,
-        sizes: Tensor,
-        lengths: Tensor | None,
-        columns: Tensor,
-    ) -> None:
-        super().__init__()
-        self.exchange, self.num_samples = exchange, num_samples
-        self.at_home, self.orders = at_home, orders
-        self.of_blocks, self.lengths, self.columns = of_blocks, lengths, columns
-        group, sent = exchange.group, exchange.sizes_per_rank
-        received = [len(exchange.local) + 1] * group.size()
-        self._received = sizes.new_empty(sum(received))
-        self._work: Any = dist.all_to_all_single(
-            self._received, sizes, received, sent, group=group, async_op=True
-        )
-
-    def _wait_impl(self) -> _Ids:
-        self._work.wait()
-        numbers = torch.cat([self._received, self.of_blocks]).tolist()
-        width = len(self.exchange.local) + 1
-        count = self._received.numel()
-        of_homes = [numbers[i : i + width] for i in range(0, count, width)]
-        return _Ids(self, of_homes, numbers[count:])
-
-
-class _Ids(Awaitable[Received]):
+class _Ids(Awaitable[Any]):
     """Ids on their way."""
 
-    def __init__(self, sizes: _Sizes, of_homes: list[list[int]], of_blocks: list[int]) -> None:
+    def __init__(self, steps: Iterator[Received | None]) -> None:
         super().__init__()
-        self._sizes, self._of_homes, self._of_blocks = sizes, of_homes, of_blocks
-        exchange, counts = sizes.exchange, iter(of_blocks)
-        sent = [sum(itertools.islice(counts, n - 1)) for n in exchange.sizes_per_rank]
-        self._columns, work = self._start(sizes.columns, [sum(x[:-1]) for x in of_homes], sent)
-        self._works = [work]
-        self._lengths = None
-        if sizes.lengths is not None:
-            own = sum(of.stays for of in exchange.local)
-            self._lengths, work = self._start(
-                sizes.lengths.flatten(),
-                [x[-1] * own for x in of_homes],
-                [sizes.num_samples * n for n in exchange.staying_per_rank],
-            )
-            self._works.append(work)
+        self._steps = steps
+        next(steps)
 
-    def _start(self, x: Tensor, received: list[int], sent: list[int]) -> tuple[Tensor, Any]:
-        out = x.new_empty(sum(received), *x.shape[1:])
-        group = self._sizes.exchange.group
-        return out, dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
+    def _wait_impl(self) -> Any:
+        return next(self._steps)
 
-    def _wait_impl(self) -> Received:
-        for work in self._works:
-            work.wait()
-        return self._sizes.exchange.finish(
-            self._sizes, self._lengths, self._columns, self._of_blocks, self._of_homes
-        )
+
+class _Sizes(_Ids):
+    """Sizes on their way. A pipeline waits for them one step before their ids are needed."""
+
+    def _wait_impl(self) -> _Ids:
+        return _Ids(self._steps)
