@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -127,46 +128,29 @@ class JaggedFeatureInteraction(nn.Module):
         if fused:
             check_width(width, "features")
         scale = max(width, 1) ** -0.5 if self.scale is None else self.scale
-        if target_offsets is not None:
-            return self._of_jagged_targets(targets, target_offsets, rows, offsets, scale, fused)
-        targets_BTD = targets if targets.dim() == 3 else targets.unsqueeze(1)
-        if fused:  # targets are to it what heads are: all share one pass over the features
-            out_BTD = jagged_target_attention(targets_BTD, rows, offsets, scale=scale)
-        else:
-            scores_NT = jagged_dense_bmm(rows, (targets_BTD * scale).mT, offsets)
-            weights_NT = scores_NT
-            if self.activation == "softmax":
-                weights_NT = jagged_softmax(scores_NT, offsets)
-            elif self.activation == "silu":
-                weights_NT = F.silu(scores_NT)
-            out_BTD = jagged_jagged_bmm(weights_NT, rows, offsets)
-        return out_BTD if targets.dim() == 3 else out_BTD.squeeze(1)
-
-    def _of_jagged_targets(
-        self,
-        targets: Tensor,
-        target_offsets: Tensor,
-        rows: Tensor,
-        offsets: Tensor,
-        scale: float,
-        fused: bool,
-    ) -> Tensor:
-        """``[ΣT, D]``: every pair of a target and a feature of its sample interacts."""
+        # Targets are to the op what heads are: all share one pass over the features.
+        query = targets if targets.dim() == 3 else targets.unsqueeze(1)
         if fused:
-            query = targets.unsqueeze(1)
-            return jagged_target_attention(
+            out = jagged_target_attention(
                 query, rows, offsets, query_offsets=target_offsets, scale=scale
-            ).squeeze(1)
-        layout, total = (target_offsets, offsets), None
-        if not torch.compiler.is_compiling() and not has_values(offsets):  # any number will do
-            total = targets.shape[0] * rows.shape[0] // max(offsets.numel() - 1, 1)
-        scores = jagged_jagged_bmm_jagged_out(targets * scale, rows, *layout, total=total)
-        weights = scores
+            )
+        elif target_offsets is None:
+            scores_NT = jagged_dense_bmm(rows, (query * scale).mT, offsets)
+            weights_NT = self._activated(scores_NT, jagged_softmax, offsets)
+            out = jagged_jagged_bmm(weights_NT, rows, offsets)
+        else:
+            layout, total = (target_offsets, offsets), None
+            if not torch.compiler.is_compiling() and not has_values(offsets):  # any number will do
+                total = targets.shape[0] * rows.shape[0] // max(offsets.numel() - 1, 1)
+            scores = jagged_jagged_bmm_jagged_out(targets * scale, rows, *layout, total=total)
+            weights = self._activated(scores, jagged2_softmax, *layout)
+            return array_jagged_bmm_jagged_out(weights, rows, *layout, num_rows=targets.shape[0])
+        return out if targets.dim() == 3 else out.squeeze(1)
+
+    def _activated(self, scores: Tensor, softmax: Callable[..., Tensor], *layout: Tensor) -> Tensor:
         if self.activation == "softmax":
-            weights = jagged2_softmax(scores, *layout)
-        elif self.activation == "silu":
-            weights = F.silu(scores)
-        return array_jagged_bmm_jagged_out(weights, rows, *layout, num_rows=targets.shape[0])
+            return softmax(scores, *layout)
+        return F.silu(scores) if self.activation == "silu" else scores
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, scale={self.scale}, fused={self.fused}"
