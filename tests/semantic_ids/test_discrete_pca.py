@@ -168,10 +168,10 @@ def test_histograms_count_all_rows(device):
     rows = draw_rows(300, 4, device)
     rows[7] = rows[8]
     data = discrete_pca._Rows(rows, 4, device)
-    model = discrete_pca._Model(data.mean, rows.new_zeros(0, 4), DiscretePCA(4, 1).packed_codes)
+    model = discrete_pca._Model(data.mean, rows.new_zeros(0, 4), largest_code=1, num_sweeps=0)
     tops = data.covariance.diag().sqrt()
     axes = torch.eye(4, dtype=rows.dtype, device=device)
-    counts = data.histograms(model, 0, axes, tops)
+    counts = data.histograms(model, axes, tops)
     assert counts.sum(1).tolist() == [300] * 4
     ends = tops.unsqueeze(1) * torch.exp2(
         (torch.arange(discrete_pca.BINS, device=device) - discrete_pca.BINS + 1).double()

@@ -14,7 +14,6 @@ from torchrec_jagged_attn.checks import (
     check_packed_values,
     check_same,
     check_shape,
-    check_tensor,
 )
 from torchrec_jagged_attn.ops import jagged_target_attention
 from torchrec_jagged_attn.runtime.autocast import autocast_off, cast_as_products
@@ -75,7 +74,6 @@ def jagged_target_attention_over_codes(
                 [[-3., -7.]]])
     """
     query, mean, basis = cast_as_products(query, mean, basis)
-    check_tensor(query, "query")
     check_float(query, "query")
     if query.dim() not in (3, 4):
         raise ValueError(f"query must have 3 or 4 dimensions, got {list(query.shape)}")

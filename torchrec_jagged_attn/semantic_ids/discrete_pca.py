@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrec_jagged_attn.checks import (
@@ -160,14 +161,13 @@ class DiscretePCA(nn.Module):
                 f"{type(rows).__name__}"
             )
         data = _Rows(rows, self.embed_dim, self.mean.device, process_group)
-        model = _Model(
-            data.mean, _directions(data, self.packed_codes, self.num_sweeps), self.packed_codes
-        )
-        error, change = data.measure(model, self.num_sweeps)
+        model = self._model(data.mean, data.mean.new_zeros(0, self.embed_dim))
+        model = _with_directions(model, data, self.packed_codes.num_codes)
+        error, change = data.measure(model)
         found = [error]
         for _ in range(max_steps):
             changed = model._replace(basis=model.basis + change)
-            error, change = data.measure(changed, self.num_sweeps)
+            error, change = data.measure(changed)
             if error >= found[-1]:
                 break
             model = changed
@@ -181,11 +181,7 @@ class DiscretePCA(nn.Module):
         return found
 
     def check_fitted(self) -> None:
-        """``mean`` and ``basis`` must not be the zeros that they begin with; reads them once.
-
-        Raises:
-            ValueError: they are.
-        """
+        """Raise ValueError if ``mean`` and ``basis`` are the zeros that they begin with."""
         if self._is_fitted or not has_values(self.mean):
             return
         if not self.mean.any() and not self.basis.any():
@@ -197,13 +193,7 @@ class DiscretePCA(nn.Module):
 
     @torch.no_grad()
     def encode(self, rows: Tensor) -> Tensor:
-        """Codes of rows.
-
-        Args:
-            rows: ``[N, D]``, floating point.
-
-        Returns:
-            ``[N, L]`` int8.
+        """Codes ``[N, L]`` int8 of floating-point rows ``[N, D]``.
 
         Raises:
             TypeError: ``rows`` are not floating point.
@@ -217,20 +207,12 @@ class DiscretePCA(nn.Module):
             if not rows.isfinite().all():
                 raise ValueError("rows must be finite, got some that are not")
             self.check_fitted()
-        model = _Model(self.mean, self.basis, self.packed_codes)
+        model = self._model(self.mean, self.basis)
         with autocast_off(rows):  # codes do not depend on it
-            return torch.cat(
-                [model.encode(block, self.num_sweeps)[0] for block in rows.split(BLOCK)]
-            )
+            return torch.cat([model.encode(block)[0] for block in rows.split(BLOCK)])
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Rows of codes.
-
-        Args:
-            codes: ``[N, L]`` of an integer dtype, each in ``-h`` to ``h``.
-
-        Returns:
-            ``[N, D]`` in the dtype of ``basis``.
+        """Rows ``[N, D]``, in the dtype of ``basis``, of integer codes ``[N, L]``, ``-h`` to ``h``.
 
         Raises:
             TypeError: ``codes`` are no integers.
@@ -249,6 +231,9 @@ class DiscretePCA(nn.Module):
         """Rows ``[N, D]`` of packed codes ``[N, num_bytes]``, as :meth:`decode`."""
         return self.decode(self.packed_codes.unpack(packed))
 
+    def _model(self, mean: Tensor, basis: Tensor) -> _Model:
+        return _Model(mean, basis, self.packed_codes.largest_code, self.num_sweeps)
+
     def extra_repr(self) -> str:
         """What the module was made of."""
         return (
@@ -266,9 +251,8 @@ def _check_rows(rows: Tensor, embed_dim: int) -> None:
 
 def _check_scale(model: _Model, dtype: torch.dtype) -> None:
     """``dtype`` must hold directions with all of its bits, and every row that has codes."""
-    limits, h = torch.finfo(dtype), model.packed_codes.largest_code
-    sizes = model.basis.abs().amax(1)
-    largest = (model.mean.abs() + h * model.basis.abs().sum(0)).max().item()
+    limits, sizes = torch.finfo(dtype), model.basis.abs().amax(1)
+    largest = (model.mean.abs() + model.largest_code * model.basis.abs().sum(0)).max().item()
     least = sizes[sizes > 0].min().item() if sizes.any() else limits.tiny
     if largest > limits.max or least < limits.tiny:
         raise ValueError(
@@ -279,19 +263,20 @@ def _check_scale(model: _Model, dtype: torch.dtype) -> None:
 
 
 class _Model(NamedTuple):
-    """What a fit finds: mean ``[D]`` and basis ``[L, D]``; ``L`` may be less than ``num_codes``."""
+    """What a fit finds, mean ``[D]`` and basis ``[L, D]``, and how its codes are chosen."""
 
     mean: Tensor
     basis: Tensor
-    packed_codes: PackedCodes
+    largest_code: int
+    num_sweeps: int
 
-    def encode(self, rows: Tensor, num_sweeps: int) -> tuple[Tensor, Tensor]:
+    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Codes ``[N, L]``, int8, and what they leave of ``rows``, ``[N, D]``.
 
         The greedy choice is a sweep of coordinate descent that begins with zeros.
         """
         dtype = torch.promote_types(rows.dtype, self.mean.dtype)
-        basis, most = self.basis.to(dtype), self.packed_codes.largest_code
+        basis, most = self.basis.to(dtype), self.largest_code
         # Squares of directions may be too small or too large. Divided by a power of two, they are
         # not, and codes have the same bits.
         sizes = basis.abs().amax(1)
@@ -302,7 +287,7 @@ class _Model(NamedTuple):
         factors = factors.clamp(max=torch.finfo(dtype).max)
         residual = rows.to(dtype) - self.mean.to(dtype)
         codes = residual.new_zeros(len(basis), len(rows))
-        for _ in range(1 + num_sweeps):
+        for _ in range(1 + self.num_sweeps):
             for code, direction, unit, factor in zip(codes, basis, scaled, factors, strict=True):
                 wanted = code + (residual @ unit) * factor
                 chosen = wanted.round().clamp(-most, most)
@@ -314,13 +299,8 @@ class _Model(NamedTuple):
 class _Rows:
     """Rows that a fit passes over, in fp64 and in blocks of one size, whatever the batches are.
 
-    Each rank passes over its own rows; all that methods return is of all ranks' rows.
-
-    Attributes:
-        num_rows: of this rank.
-        total: ``N``, of all ranks.
-        mean: ``[D]``.
-        covariance: ``[D, D]``, times ``N``.
+    Each rank passes over its own rows, ``num_rows``; all that methods return is of all ranks' rows,
+    and so are ``total``, their number ``N``, ``mean [D]`` and ``covariance [D, D]``, times ``N``.
     """
 
     def __init__(
@@ -373,12 +353,7 @@ class _Rows:
         return torch.maximum(spreads.max(), shifts.abs().max())
 
     def _add(self, block: Tensor) -> None:
-        """Take a block into mean and covariance.
-
-        Source:
-            Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-            variances" (1979).
-        """
+        """Take a block into mean and covariance, as Chan, Golub and LeVeque (1979) do."""
         before, self.num_rows = self.num_rows, self.num_rows + len(block)
         mean = block.mean(0)
         centered, shift = block - mean, mean - self.mean
@@ -412,37 +387,34 @@ class _Rows:
                 f"rows must be the same in each pass, got {self.num_rows} and then {count}"
             )
 
-    def residual_covariance(self, model: _Model, num_sweeps: int) -> Tensor:
+    def residual_covariance(self, model: _Model) -> Tensor:
         """Of what the codes leave, ``[D, D]``, about zero and times ``N``."""
         covariance = torch.zeros_like(self.covariance)
         for block in self.blocks():
-            residual = model.encode(block, num_sweeps)[1]
+            residual = model.encode(block)[1]
             covariance += residual.T @ residual
         return self.ranks.sum(covariance)
 
-    def histograms(
-        self, model: _Model, num_sweeps: int, directions: Tensor, tops: Tensor
-    ) -> Tensor:
-        """How many rows leave how much along each of ``directions`` ``[k, D]``: ``[k, BINS]``.
-
-        The last bin ends at ``tops`` ``[k]``, the first begins at zero.
+    def histograms(self, model: _Model, directions: Tensor, tops: Tensor) -> Tensor:
+        """How many rows leave how much along each of ``directions`` ``[k, D]``: ``[k, BINS]``, in
+        bins from zero to ``tops`` ``[k]``.
         """
         first = torch.arange(len(directions), device=self.device) * BINS
         counts = torch.zeros(len(directions) * BINS, dtype=torch.int64, device=self.device)
         for block in self.blocks():
-            sizes = (model.encode(block, num_sweeps)[1] @ directions.T).abs()
+            sizes = (model.encode(block)[1] @ directions.T).abs()
             octaves = torch.log2(tops / sizes)
             bins = (BINS - 1 - octaves * BINS_PER_OCTAVE).ceil().clamp(0, BINS - 1).long()
             counts += (bins + first).flatten().bincount(minlength=len(counts))
         return self.ranks.sum(counts).view(-1, BINS)
 
-    def measure(self, model: _Model, num_sweeps: int) -> tuple[float, Tensor]:
+    def measure(self, model: _Model) -> tuple[float, Tensor]:
         """The mean squared error of a row, and the change of the basis by least squares."""
         error = self.mean.new_zeros(())
         products = self.mean.new_zeros(len(model.basis), len(model.basis))
         moments = torch.zeros_like(model.basis)
         for block in self.blocks():
-            codes, residual = model.encode(block, num_sweeps)
+            codes, residual = model.encode(block)
             codes = codes.double()
             error += residual.square().sum()
             products += codes.T @ codes
@@ -452,41 +424,38 @@ class _Rows:
         return error.item() / self.total, self.ranks.first(change)
 
 
-def _directions(data: _Rows, packed_codes: PackedCodes, num_sweeps: int) -> Tensor:
-    """The basis ``[L, D]`` by PCA, in rounds.
+def _with_directions(model: _Model, data: _Rows, num_codes: int) -> _Model:
+    """``model`` with a basis of ``num_codes`` directions by PCA, in rounds.
 
     A round takes the principal directions of the residual, from the first to the last that has more
     variance than one before it will have when its code is known. These are at right angles: their
     codes and scales do not depend on each other.
     """
-    model = _Model(data.mean, data.mean.new_zeros(0, data.dim), packed_codes)
     covariance = data.covariance
     least = covariance.trace() * data.dim * torch.finfo(torch.float64).eps
     below_top = torch.arange(BINS - 0.5, 0, -1, dtype=torch.float64, device="cpu")
     below_top /= BINS_PER_OCTAVE
-    while (missing := packed_codes.num_codes - len(model.basis)) > 0:
+    while (missing := num_codes - len(model.basis)) > 0:
         variances, directions = map(data.ranks.first, torch.linalg.eigh(covariance))
         candidates = (variances > least).nonzero().flatten().flip(0)[:missing]
         if len(candidates) == 0:
-            return torch.cat([model.basis, model.basis.new_zeros(missing, data.dim)])
+            return model._replace(basis=F.pad(model.basis, (0, 0, 0, missing)))
         variances, directions = variances[candidates], directions.T[candidates]
         directions *= directions.gather(1, directions.abs().argmax(1, keepdim=True)).sign()
         tops = variances.sqrt()  # of sums over all rows: no row has more
-        counts = data.histograms(model, num_sweeps, directions, tops).cpu()
+        counts = data.histograms(model, directions, tops).cpu()
         scales, left = [], 0.0
         for variance, top, count in zip(variances.tolist(), tops.tolist(), counts, strict=True):
             if variance <= left:
                 break
-            scale, fraction = _best_scale(
-                top * torch.exp2(-below_top), count, packed_codes.largest_code
-            )
+            scale, fraction = _best_scale(top * torch.exp2(-below_top), count, model.largest_code)
             scales.append(scale)
             left = max(left, variance * fraction)
         taken = directions.new_tensor(scales).unsqueeze(1) * directions[: len(scales)]
         taken = data.ranks.first(taken)
         model = model._replace(basis=torch.cat([model.basis, taken]))
-        covariance = data.residual_covariance(model, num_sweeps)
-    return model.basis
+        covariance = data.residual_covariance(model)
+    return model
 
 
 def _best_scale(sizes: Tensor, counts: Tensor, largest_code: int) -> tuple[float, float]:
@@ -494,15 +463,9 @@ def _best_scale(sizes: Tensor, counts: Tensor, largest_code: int) -> tuple[float
 
     Exact: codes change only where the scale passes ``size / (code - 1/2)``. As it falls past all
     of these in their order, the sums of codes · sizes and of squared codes grow. What the best
-    scale for these codes takes of the squares is the first sum, squared, over the second.
-
-    Args:
-        sizes: ``[n]``.
-        counts: ``[n]``, how many values are of each.
-        largest_code: ``h``.
-
-    Returns:
-        The scale, and the fraction of the squares that is left.
+    scale for these codes takes of the squares is the first sum, squared, over the second. Returns
+    the scale, and the fraction of the squares that is left. Of each of ``sizes [n]`` there are
+    ``counts [n]`` values.
     """
     sizes, counts = sizes[counts > 0], counts[counts > 0]
     codes = torch.arange(1, largest_code + 1, dtype=sizes.dtype, device=sizes.device)

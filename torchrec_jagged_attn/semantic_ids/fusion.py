@@ -61,8 +61,7 @@ class VQFusion(nn.Module):
         embeddings: the width of each embedding, by name.
         labels: the number of classes of each label, by name; may be none.
         latent_dim: ``D``, of the latents.
-        num_codes: see :class:`DiscretePCA`.
-        num_levels: see :class:`DiscretePCA`.
+        num_codes, num_levels: see :class:`DiscretePCA`.
         hidden_dim: of the one hidden layer of the encoder and of each decoder.
         losses: the loss of each embedding, by name: ``"cosine"``, one minus the cosine of the
             angle, or ``"mse"``. With ``"cosine"``, the default, the length of the embedding is
@@ -212,9 +211,7 @@ class VQFusion(nn.Module):
 
         Args:
             batches: embeddings, as :meth:`forward` takes them. Their latents stay in memory.
-            tolerance: as there.
-            max_steps: as there.
-            process_group: as there.
+            tolerance, max_steps, process_group: as there.
 
         Returns:
             As there.

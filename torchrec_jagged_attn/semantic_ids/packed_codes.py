@@ -81,13 +81,7 @@ class PackedCodes:
         return -(-self.num_bytes // INT64_BYTES)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Codes as bytes.
-
-        Args:
-            codes: ``[N, L]`` of an integer dtype, each in ``-h`` to ``h``.
-
-        Returns:
-            ``[N, num_bytes]`` uint8.
+        """Integer codes ``[N, L]``, each in ``-h`` to ``h``, as bytes ``[N, num_bytes]`` uint8.
 
         Raises:
             TypeError: ``codes`` are no integers.
@@ -98,13 +92,7 @@ class PackedCodes:
         return pack_codes(codes, self.num_levels)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """What :meth:`pack` was given.
-
-        Args:
-            packed: ``[N, num_bytes]`` uint8.
-
-        Returns:
-            ``[N, L]`` int8.
+        """Codes ``[N, L]`` int8 of bytes ``[N, num_bytes]`` uint8, as :meth:`pack` makes them.
 
         Raises:
             TypeError: ``packed`` is not uint8.
