@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_jagged_attn.checks import check_finite, check_float, check_integers, should_validate
@@ -18,16 +19,16 @@ from torchrec_jagged_attn.modules.owned_rows import RemoteHistory
 def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
     """The rows of a key, repeated where several samples have them, as lookups do."""
     sequence = features[name]
-    if not features.variable_stride_per_key():
-        return sequence
-    keys, inverse_indices = features.inverse_indices()
-    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-        inverse_indices[keys.index(name)].int(),
-        sequence.lengths(),
-        sequence.values(),
-        sequence.weights_or_none(),
-    )
-    return JaggedTensor(values, lengths=lengths, weights=weights)
+    if not is_scripting() and features.variable_stride_per_key():
+        keys, inverse_indices = features.inverse_indices()
+        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+            inverse_indices[keys.index(name)].int(),
+            sequence.lengths(),
+            sequence.values(),
+            sequence.weights_or_none(),
+        )
+        return JaggedTensor(values, lengths=lengths, weights=weights)
+    return sequence
 
 
 def with_counts(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -193,12 +194,6 @@ def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> N
                 f"ids of {key!r} must lie in 0…{num_embeddings[key] - 1}, "
                 f"got {least if least < 0 else most}"
             )
-
-
-def check_pooled_weights(weights: torch.Tensor, names: list[str]) -> None:
-    """The ``weights`` of a batch must be fp32 for lookups that pool the features ``names``."""
-    if weights.dtype != torch.float32:
-        raise TypeError(f"weights of {names} must be torch.float32, got {weights.dtype}")
 
 
 def check_history_weights(weights: torch.Tensor, name: str) -> None:

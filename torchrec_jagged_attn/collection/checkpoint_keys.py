@@ -117,26 +117,22 @@ def rename_keys(state: Any, names: dict[str, str]) -> Any:
         raise TypeError(f"state must be a state dict, got a {type(state).__name__}")
     if not isinstance(names, dict):
         raise TypeError(f"names must be a dict of names, got a {type(names).__name__}")
-    renamed, count = _rename(state, names)
-    if count == 0:
+    found = set()
+
+    def new_name(old: Any) -> Any:
+        found.update(names.keys() & {old})
+        return names.get(old, old)
+
+    def renamed(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {new_name(key): renamed(value) for key, value in part.items()}
+        if isinstance(part, list):
+            return [new_name(x) if isinstance(x, str) else renamed(x) for x in part]
+        return part
+
+    copy = renamed(state)
+    if not found:
         raise ValueError(
             f"names must have keys of state, got {list(names)[:3]}, none of which is in it"
         )
-    return renamed
-
-
-def _rename(state: Any, names: dict[str, str]) -> tuple[Any, int]:
-    """The copy, and how many keys of it have another name."""
-    if isinstance(state, dict):
-        parts = {key: _rename(value, names) for key, value in state.items()}
-        renamed = {names.get(key, key): value for key, (value, _) in parts.items()}
-        return renamed, sum(key in names for key in parts) + sum(n for _, n in parts.values())
-    if isinstance(state, list):
-        items = [
-            (names.get(item, item), int(item in names))
-            if isinstance(item, str)
-            else _rename(item, names)
-            for item in state
-        ]
-        return [item for item, _ in items], sum(count for _, count in items)
-    return state, 0
+    return copy

@@ -16,7 +16,6 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_jagged_attn.checks import check_bool, check_device
 from torchrec_jagged_attn.collection.batch_checks import (
     check_features,
-    check_pooled_weights,
     has_no_sample,
     one_sample_without_ids,
     with_counts,
@@ -179,22 +178,19 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             *find_features("target", attentions, tables),
             *find_features("history", attentions, tables),
         ]
-        by_row = {table.name: table.embedding_dim for table, _ in attended} | {
-            table.name: table.embedding_dim
-            for table in tables
-            if not set(keys).isdisjoint(table.feature_names)
-        }
+        by_row = {table.name for table, _ in attended}
+        by_row |= {x.name for x in tables if not set(keys).isdisjoint(x.feature_names)}
+        widths = {table.embedding_dim for table in tables if table.name in by_row}
         # Then no table is left for a second sharded module.
         single_lookup |= all(
-            table.embedding_dim in by_row.values() and set(singles).issuperset(table.feature_names)
+            table.embedding_dim in widths and set(singles).issuperset(table.feature_names)
             for table in tables
             if table.name not in by_row
         )
         by_width: dict[int, list[EmbeddingBagConfig]] = {}
         bag_tables: list[EmbeddingBagConfig] = []
         for table in tables:
-            joins = single_lookup and table.embedding_dim in by_row.values()
-            if joins or table.name in by_row:
+            if table.name in by_row or (single_lookup and table.embedding_dim in widths):
                 by_width.setdefault(table.embedding_dim, []).append(table)
             else:
                 bag_tables.append(table)
@@ -455,4 +451,6 @@ def _check_features(
     if not is_scripting():  # scripted as a part of an FX graph
         check_features(features, num_embeddings, others, is_weighted, is_sharded)
         if is_weighted and weights_fp32 and not is_sharded:
-            check_pooled_weights(features.weights(), weights_fp32)
+            dtype = features.weights().dtype
+            if dtype != torch.float32:
+                raise TypeError(f"weights of {weights_fp32} must be torch.float32, got {dtype}")

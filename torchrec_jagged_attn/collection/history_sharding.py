@@ -118,7 +118,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         assert self._device is not None
         self._exchange = IdExchange(features, group, self._device)
         self._codecs = _codecs_of(self.qcomm_codecs_registry)
-        self._orders: dict[tuple[str, ...], dict[int, tuple[list[int], Tensor]]] = {}
+        self._orders: dict[tuple[str, ...], list[tuple[list[int], Tensor]]] = {}
         self._has_uninitialized_input_dist = False
 
     def input_dist(
@@ -133,26 +133,19 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         if has_no_sample(features):
             features = one_sample_without_ids(features)
         with torch.no_grad():
-            ctx.input_features += [
-                features.permute(*self._order(features, at)) for at in self._replicated
-            ]
+            ctx.input_features += [features.permute(*x) for x in self._orders_in(features)]
             sizes: Any = self._exchange.start(features)
         return KJTListSplitsAwaitable([sizes], ctx)
 
-    def _order(self, features: KeyedJaggedTensor, lookup: int) -> tuple[list[int], Tensor]:
-        """Where the features of a lookup are whose tables are replicated."""
-        keys = tuple(features.keys())
+    def _orders_in(self, features: KeyedJaggedTensor) -> list[tuple[list[int], Tensor]]:
+        """Where the features of each lookup are whose tables are replicated."""
+        keys, device = tuple(features.keys()), features.values().device
         if keys not in self._orders:
-            orders = {
-                at: [keys.index(key) for key in names.values()]
-                for at, names in self._replicated.items()
-            }
-            device = features.values().device
-            self._orders[keys] = {
-                at: (order, torch.tensor(order, dtype=torch.int32, device=device))
-                for at, order in orders.items()
-            }
-        return self._orders[keys][lookup]
+            orders = [[keys.index(key) for key in x.values()] for x in self._replicated.values()]
+            self._orders[keys] = [
+                (order, torch.tensor(order, dtype=torch.int32, device=device)) for order in orders
+            ]
+        return self._orders[keys]
 
     def prefetch(
         self,

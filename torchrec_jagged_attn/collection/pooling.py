@@ -185,25 +185,17 @@ class TargetAttentionPooling(nn.Module):
         is_empty: bool = False,
     ) -> KeyedTensor:
         """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'; of
-        requests ``[ΣT, sum of widths]``.
+        requests ``[ΣT, sum of widths]``. With ``keep_dtype``, in the dtype of the sequences.
 
-        Args:
-            features: what was looked up.
-            sequences: of each EmbeddingCollection.
-            bags: of the EmbeddingBagCollection, if there is one.
-            indices: ``[N]`` gather indices of histories, by their keys of the output. Their
-                sequences have values ``[U, D]``.
-            keep_dtype: whether the output has the dtype of the sequences.
-            is_empty: whether there is no sample, where ``bags`` have one. They are waited for at
-                the same point on all ranks, or the exchanges of backward would be out of order.
+        ``sequences`` are of each EmbeddingCollection, ``bags`` of the EmbeddingBagCollection.
+        Histories with gather ``indices`` ``[N]``, by their keys of the output, have values ``[U,
+        D]``. ``bags`` have a sample where ``is_empty``: they are waited for at the same point on
+        all ranks, or the exchanges of backward would be out of order.
         """
         looked_up = [_rows(x, sequences) for x in self._targets]
         candidates = looked_up[0]
         names = [x.feature for x in self._targets]
-        if self._is_of_requests:
-            rows = _rows_of_candidates(looked_up, names)
-        else:
-            rows = _single_rows(looked_up, names, "target")
+        rows = _rows_of_features(looked_up, names, "target", self._is_of_requests)
         targets: dict[str, Tensor] = {}
         blocks: list[Tensor] = []
         for i, x in enumerate(self._targets):
@@ -236,9 +228,10 @@ class TargetAttentionPooling(nn.Module):
             if self._is_weighted:
                 weights = _prior_weights(features, keys[0])
             history = encode(history, weights)
-            target: Tensor | JaggedTensor = _join([targets[x.key] for x in attention.targets])
+            joined = _join([targets[x.key] for x in attention.targets])
+            target: Tensor | JaggedTensor = joined
             if self._is_of_requests:
-                target = _of_samples(_join([targets[x.key] for x in attention.targets]), candidates)
+                target = _of_samples(joined, candidates)
             pooled_history = attend(
                 target, history, timestamps, weights, indices=gathered, request_time=request_time
             )
@@ -247,7 +240,7 @@ class TargetAttentionPooling(nn.Module):
                 users.append(_newest_rows(history))
         singles = [_rows(x, sequences) for x in self._singles]
         names = [x.feature for x in self._singles]
-        rows = _single_rows(singles, names, "single_id_features")
+        rows = _rows_of_features(singles, names, "single_id_features", False)
         of_samples: list[Tensor] = []
         for i, x in enumerate(self._singles):
             single = rows[i]
@@ -404,19 +397,16 @@ def _join(tensors: list[Tensor], dim: int = 1) -> Tensor:
 
 
 @torch.fx.wrap
-def _single_rows(sequences: list[JaggedTensor], names: list[str], argument: str) -> list[Tensor]:
-    """``[B, D]`` rows of each feature: as they are, since each sample has one."""
+def _rows_of_features(
+    sequences: list[JaggedTensor], names: list[str], argument: str, is_of_requests: bool
+) -> list[Tensor]:
+    """``[B, D]`` rows of each feature, one per sample; of candidates of requests, ``[ΣT, D]``."""
     if not is_scripting():
-        check_single_rows(sequences, names, argument)
-    return [sequence.values() for sequence in sequences]
-
-
-@torch.fx.wrap
-def _rows_of_candidates(sequences: list[JaggedTensor], names: list[str]) -> list[Tensor]:
-    """``[ΣT, D]`` rows of each feature of candidates."""
-    if not is_scripting():
-        for sequence, name in zip(sequences[1:], names[1:], strict=True):
-            check_equal_lengths(sequence, name, sequences[0], names[0])
+        if is_of_requests:
+            for sequence, name in zip(sequences[1:], names[1:], strict=True):
+                check_equal_lengths(sequence, name, sequences[0], names[0])
+        else:
+            check_single_rows(sequences, names, argument)
     return [sequence.values() for sequence in sequences]
 
 
@@ -471,9 +461,7 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
 @torch.fx.wrap
 def _codes(features: KeyedJaggedTensor, names: list[str], num_bytes: int) -> JaggedTensor:
     """``[N, num_bytes]`` uint8: the first bytes of the int64 values of ``names``."""
-    packed: list[JaggedTensor] = []
-    for name in names:
-        packed.append(features[name] if is_scripting() else of_each_sample(features, name))
+    packed = [of_each_sample(features, name) for name in names]
     history = _side_by_side([_of_samples(x.values().unsqueeze(1), x) for x in packed], names)
     rows = history.values()
     if is_scripting():  # which knows no view of other numbers
@@ -507,28 +495,24 @@ def _timestamps(
     features: KeyedJaggedTensor, name: str, history: JaggedTensor, history_name: str
 ) -> Tensor:
     """``[N]`` times of the rows of ``history``."""
-    if is_scripting():
-        return features[name].values()
     timestamps = of_each_sample(features, name)
-    check_equal_lengths(timestamps, name, history, history_name)
+    if not is_scripting():
+        check_equal_lengths(timestamps, name, history, history_name)
     return timestamps.values()
 
 
 @torch.fx.wrap
 def _request_time(features: KeyedJaggedTensor, name: str) -> Tensor:
     """``[B]``, when each sample is scored."""
-    if is_scripting():
-        return features[name].values()
     times = of_each_sample(features, name)
-    check_single_rows([times], [name], "request_time", "integer")
+    if not is_scripting():
+        check_single_rows([times], [name], "request_time", "integer")
     return times.values()
 
 
 @torch.fx.wrap
 def _weights(features: KeyedJaggedTensor, name: str) -> Tensor:
     """``[N]`` weights of the rows of ``name``."""
-    if is_scripting():
-        return features[name].weights()
     return of_each_sample(features, name).weights()
 
 
