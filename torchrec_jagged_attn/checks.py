@@ -85,6 +85,15 @@ def check_float(tensor: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be one of {names} (implementation {how}), got {tensor.dtype}")
 
 
+def check_embeddings(x: Tensor, name: str) -> None:
+    """``x`` must be rows of embeddings, not ids."""
+    if not x.is_floating_point():
+        raise TypeError(
+            f"{name} must hold floating-point embeddings, got {x.dtype}: look the ids up in an "
+            "EmbeddingCollection first"
+        )
+
+
 def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | None, ...]) -> None:
     """``tensor`` must have the shape ``expected`` (``None``: any size), called ``symbols``."""
     check_tensor(tensor, name)

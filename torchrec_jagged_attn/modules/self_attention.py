@@ -16,6 +16,7 @@ from torchrec_jagged_attn.checks import (
     check_bool,
     check_device,
     check_dtype,
+    check_embeddings,
     check_float,
     check_heads,
     check_int,
@@ -211,27 +212,20 @@ def _attend(
 _flash_attention_packet = flash_attention.overloadpacket
 
 
+@torch.fx.wrap
 def _rows_and_offsets(history: JaggedTensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows, in the dtype of ``weight`` (``[·, E]``), and the offsets of a checked history."""
+    """The rows, in the dtype of ``weight`` (``[…, E]``), and the offsets of a checked history."""
     if not is_scripting() and not isinstance(history, JaggedTensor):
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
     if not is_scripting():
-        _check_rows(rows, offsets, weight.shape[1])
+        check_embeddings(rows, "history")
+        check_float(rows, "history")
+        check_shape(rows, "history.values()", "[N, E]", (None, weight.shape[-1]))
+        check_offsets_metadata(offsets, "history.offsets()")
+        check_same(rows, "history", dtype=False, offsets=offsets)
+        check_offsets_values(offsets, rows.shape[0], "history.offsets()")
     return rows.to(weight.dtype), offsets
-
-
-def _check_rows(rows: Tensor, offsets: Tensor, embed_dim: int) -> None:
-    if not rows.is_floating_point():
-        raise TypeError(
-            f"history must hold floating-point embeddings, got {rows.dtype}: look the ids up in an "
-            "EmbeddingCollection first"
-        )
-    check_float(rows, "history")
-    check_shape(rows, "history.values()", "[N, E]", (None, embed_dim))
-    check_offsets_metadata(offsets, "history.offsets()")
-    check_same(rows, "history", dtype=False, offsets=offsets)
-    check_offsets_values(offsets, rows.shape[0], "history.offsets()")
 
 
 class HistoryEncoderLayer(nn.Module):
@@ -251,10 +245,7 @@ class HistoryEncoderLayer(nn.Module):
         dropout: dropout probability, while training, of the attention's output and of inputs and
             outputs of ``W_2``. Unlike in ``torch.nn.TransformerEncoderLayer``, attention weights
             have an argument of their own, ``attention_dropout``.
-        causal: see :class:`JaggedSelfAttention`.
-        window: see :class:`JaggedSelfAttention`.
-        recency_bias: see :class:`JaggedSelfAttention`.
-        row_dropout: see :class:`JaggedSelfAttention`.
+        causal, window, recency_bias, row_dropout: see :class:`JaggedSelfAttention`.
         attention_dropout: ``dropout`` of :class:`JaggedSelfAttention`.
         device: of the parameters.
         dtype: of the parameters.
@@ -322,15 +313,9 @@ class HistoryEncoderLayer(nn.Module):
             TypeError: ``history`` is not a JaggedTensor, or holds ids, not embeddings.
             ValueError: a shape or a device does not fit.
         """
-        rows, offsets = _checked(history, self.norm1.weight)
+        rows, offsets = _rows_and_offsets(history, self.norm1.weight)
         normed = JaggedTensor(self.norm1(rows), offsets=offsets)
         rows = rows + self.dropout(self.self_attn(normed, prior_weights).values())
         hidden = self.dropout(F.gelu(self.linear1(self.norm2(rows))))
         rows = rows + self.dropout(self.linear2(hidden))
         return JaggedTensor(rows, offsets=offsets)
-
-
-@torch.fx.wrap
-def _checked(history: JaggedTensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows and the offsets of ``history``, whose rows are as wide as ``norm_weight``."""
-    return _rows_and_offsets(history, norm_weight.unsqueeze(0))

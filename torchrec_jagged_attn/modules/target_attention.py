@@ -380,10 +380,7 @@ class JaggedTargetAttention(nn.Module):
 
         Args:
             target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.
-            history: see :meth:`forward`.
-            timestamps: see :meth:`forward`.
-            prior_weights: see :meth:`forward`.
-            request_time: see :meth:`forward`.
+            history, timestamps, prior_weights, request_time: see :meth:`forward`.
 
         Returns:
             ``[N, H]`` for ``target`` ``[B, C]``, else ``[N, T, H]``, with the lengths of
@@ -489,7 +486,9 @@ def _attend(
     num_levels = options.num_levels
     if not is_scripting():
         check_inputs(query, query_offsets, rows, offsets, indices, biases, options)
-        dtype = _dtype_of_products(dtype, rows)
+        of_autocast = autocast_dtype(rows)
+        if of_autocast is not None and dtype != torch.float64:
+            dtype = of_autocast
         if num_levels > 0 and dtype not in supported_dtypes(rows.device):
             raise TypeError(
                 f"parameters must have a dtype that {rows.device} supports with history_codes, "
@@ -563,12 +562,6 @@ def _over_codes(
         with autocast_off(weight):
             return weight @ rows.T
     return weight @ rows.T
-
-
-def _dtype_of_products(dtype: torch.dtype, rows: Tensor) -> torch.dtype:
-    """That of the parameters, or of autocast."""
-    of_autocast = autocast_dtype(rows)
-    return dtype if of_autocast is None or dtype == torch.float64 else of_autocast
 
 
 # torch.jit.script takes the packet of an op, not its overloads.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.checks import (
+    check_embeddings,
     check_float,
     check_heads,
     check_indices,
@@ -84,11 +85,11 @@ def check_inputs(
     """What a forward is given must fit, and go with what the module was made with."""
     prior_weights, _, age_bias, timestamps, request_time, *_ = biases
     check_tensor(target, "target", "a tensor or a JaggedTensor")
-    _check_embeddings(target, "target")
+    check_embeddings(target, "target")
     if options.num_levels:
         check_packed(rows, "history.values()", options.num_codes, options.num_levels)
     else:
-        _check_embeddings(rows, "history")
+        check_embeddings(rows, "history")
         check_float(rows, "history")
         shape = "[N, D]" if indices is None else "[U, D]"
         check_shape(rows, "history.values()", shape, (None, options.history_dim))
@@ -136,11 +137,3 @@ def check_inputs(
         check_indices_values(indices, rows.shape[0])
     if query_offsets is not None:
         check_offsets_values(query_offsets, target.shape[0], "target.offsets()")
-
-
-def _check_embeddings(x: Tensor, name: str) -> None:
-    if not x.is_floating_point():
-        raise TypeError(
-            f"{name} must hold floating-point embeddings, got {x.dtype}: look the ids up in an "
-            "EmbeddingCollection first"
-        )
