@@ -25,6 +25,10 @@ from torchrec_jagged_attn.runtime.extension import summary
 from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
 from torchrec_jagged_attn.target_attention import plan as target_plan
 
+VARIANTS = interaction_plan.VARIANTS | {
+    "jagged_flash_attention": flash_plan.VARIANTS,
+    "jagged_target_attention": target_plan.VARIANTS,
+}
 MODULE_VARIANTS = {"JaggedTargetAttention": multi_head_target_attention.VARIANTS}
 
 
@@ -42,11 +46,10 @@ def versions() -> list[tuple[str, str]]:
             rows.append((name, "not installed"))
             continue
         try:
-            rows.append(
-                (name, str(getattr(importlib.import_module(name), "__version__", "unknown")))
-            )
+            version = str(getattr(importlib.import_module(name), "__version__", "unknown"))
         except Exception as error:  # a build for another torch fails in many ways: say how
-            rows.append((name, f"does not load: {type(error).__name__}: {error}".splitlines()[0]))
+            version = f"does not load: {type(error).__name__}: {error}".splitlines()[0]
+        rows.append((name, version))
     return rows
 
 
@@ -80,20 +83,11 @@ def variants_of(name: str, device: torch.device) -> list[tuple[str, str]]:
     if name in MODULE_VARIANTS:
         return list(table(MODULE_VARIANTS[name], device).items())
     variant, why = implementation(device)
-    if variant == "triton" and (of_op := kernel_variants(name, device)):
-        return list(of_op.items())
+    if variant == "triton" and name in VARIANTS:
+        return list(table(VARIANTS[name], device).items())
     if variant == "reference" and name.endswith("_attention"):
         return [cpu_variant()]
     return [(variant, why)]
-
-
-def kernel_variants(name: str, device: torch.device) -> dict[str, str]:
-    """The kernel variants of an op's kernels on a device; none where the op has one only."""
-    of_attention = {
-        "jagged_flash_attention": flash_plan.VARIANTS,
-        "jagged_target_attention": target_plan.VARIANTS,
-    }
-    return table((of_attention | interaction_plan.VARIANTS).get(name, ()), device)
 
 
 def cpu_variant() -> tuple[str, str]:

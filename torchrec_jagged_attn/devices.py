@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 from triton.knobs import runtime
 
-# What has no values has shapes alone, by the fake of an op.
-_META = ("shapes", "meta device")
+# Of the meta device, which has no values, shapes alone, by the fake of an op.
+IMPLEMENTATIONS = {
+    "cpu": ("reference", "CPU device"),
+    "cuda": ("triton", "CUDA device"),
+    "meta": ("shapes", "meta device"),
+}
 # Triton reads TRITON_INTERPRET when a kernel is defined, so a later change has no effect.
 if runtime.interpret:
-    IMPLEMENTATIONS = {
+    IMPLEMENTATIONS |= {
         "cpu": ("triton-interpreter", "CPU device, TRITON_INTERPRET=1"),
         "cuda": ("triton-interpreter", "CUDA device, TRITON_INTERPRET=1"),
-        "meta": _META,
-    }
-else:
-    IMPLEMENTATIONS = {
-        "cpu": ("reference", "CPU device"),
-        "cuda": ("triton", "CUDA device"),
-        "meta": _META,
     }
 
 DTYPES = {
@@ -36,18 +33,9 @@ DTYPES = {
 def implementation(device: torch.device) -> tuple[str, str]:
     """Name and reason of the implementation that every op takes on ``device``.
 
-    Returns:
-        ``(name, reason)``. The name is one of ``"triton"`` (compiled kernels),
-        ``"triton-interpreter"`` (the same kernels, run by Triton's interpreter), ``"reference"``
-        (plain PyTorch, but attention in C++ where that can be built) and ``"shapes"`` (of tensors
-        on the meta device, which have no values).
-
-    Raises:
-        NotImplementedError: no op runs on ``device``.
-
-    Example:
-        >>> implementation(torch.device("cuda"))
-        ('triton', 'CUDA device')
+    The name is one of ``"triton"`` (compiled kernels), ``"triton-interpreter"`` (the same kernels,
+    run by Triton's interpreter), ``"reference"`` (plain PyTorch, but attention in C++ where that
+    can be built) and ``"shapes"`` (of tensors on the meta device, which have no values).
     """
     found = IMPLEMENTATIONS.get(device.type)
     if found is None:

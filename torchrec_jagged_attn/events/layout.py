@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,19 +118,16 @@ class Events:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Events:
         """On ``device``."""
-        timestamps = self.timestamps
-        if timestamps is not None:
-            timestamps = timestamps.to(device, non_blocking=non_blocking)
-        return Events(
-            self.offsets.to(device, non_blocking=non_blocking),
-            self.attributes.to(torch.device(device), non_blocking=non_blocking),
-            timestamps,
-        )
+        device = torch.device(device)
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Events:
         """In memory that a GPU can copy from while the host goes on."""
-        timestamps = None if self.timestamps is None else self.timestamps.pin_memory()
-        return Events(self.offsets.pin_memory(), self.attributes.pin_memory(), timestamps)
+        return self._map(lambda x: x.pin_memory())
+
+    def _map(self, function: Callable[[Any], Any]) -> Events:
+        timestamps = None if self.timestamps is None else function(self.timestamps)
+        return Events(function(self.offsets), function(self.attributes), timestamps)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Its memory is not given to others before ``stream`` has used it."""

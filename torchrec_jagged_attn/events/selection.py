@@ -36,12 +36,7 @@ def select_events(
     Args:
         events: of ``B`` users with ``N`` events in all, the oldest first; several histories of the
             same events by name, whose events are kept or removed together.
-        scores: ``[N]``; without scores, the newest events are kept.
-        keep: maximum number of events per user: one number, or ``[B]`` integers. With ``segments``,
-            a sequence with a number for each segment, or ``[B, S]`` integers. By default, with a
-            threshold, no maximum.
-        threshold: lowest score that is kept.
-        segments: ``[N]`` integers: the segment of each event, whose budget it counts against.
+        scores, keep, threshold, segments: as for :func:`select_rows`, of events and users.
         capacity: maximum number of kept events of all users. Values then have this number of rows,
             zeros after the last event, and the host does not wait for the device. By default, they
             have one row per kept event.

@@ -114,7 +114,10 @@ def select_rows(
     if capacity is None:
         rows = rows.narrow(0, 0, _read_last(new_offsets, num_rows))
     elif validates:
-        _check_capacity(capacity, new_offsets)
+        if (count := int(new_offsets[-1])) > capacity:
+            raise ValueError(
+                f"capacity must be at least the {count} rows that are kept, got {capacity}"
+            )
         rows = rows[:capacity]
     return SelectedRows(rows, inverse, new_offsets)
 
@@ -225,14 +228,6 @@ def _check_keep(
     # Created on the device, since a copy from the host would synchronize.
     limits = [torch.full((1, 1), number, device=offsets.device) for number in numbers]
     return torch.cat(limits, 1), len(keep), NO_LIMIT
-
-
-def _check_capacity(capacity: int, new_offsets: Tensor) -> None:
-    if int(new_offsets[-1]) > capacity:
-        raise ValueError(
-            f"capacity must be at least the {int(new_offsets[-1])} rows that are kept, "
-            f"got {capacity}"
-        )
 
 
 def _read_last(offsets: Tensor, num_rows: int) -> int:
