@@ -49,44 +49,28 @@ CLIP = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model and its batches measure.
+    """What a model and its batches measure."""
 
-    Args:
-        mean: of the lengths of histories, before they are clipped.
-        batch: samples of a step, of each rank.
-        candidates: so many samples after each other are candidates of one request, whose histories
-            and features they have.
-        candidate_features: the last of the features, which each candidate has of its own.
-        histories: which the item attends to; all of items.
-        features: pooled ones, of one id in each sample.
-        feature_rows: of each of their tables.
-        item_rows: of the table of the item and its histories.
-        width: columns of all tables.
-        skew: how uneven ids are: by popularity, one of ``n`` rows is ``n · u ** skew``, ``u``
-            uniform.
-        by_popularity: whether the table is in this order. Else popular rows lie all over it, as
-            where ids are hashed.
-        cuda_graph: whether dense layers are replayed.
-        fused: whether the pipeline is a ``TrainPipelineFusedSparseDist``.
-        dense: widths of the layers for dense features; ``width`` follows.
-        over: widths of the layers after the interaction.
-    """
-
-    mean: int
-    batch: int
+    mean: int  # of the lengths of histories, before they are clipped
+    batch: int  # samples of a step, of each rank
+    # So many samples after each other are candidates of one request, whose histories and features
+    # they have.
     candidates: int = 1
-    candidate_features: int = 0
-    histories: int = 1
-    features: int = 26
-    feature_rows: int = 400_000
-    item_rows: int = 5_000_000
-    width: int = 128
+    candidate_features: int = 0  # the last of the features, which each candidate has of its own
+    histories: int = 1  # which the item attends to; all of items
+    features: int = 26  # pooled ones, of one id in each sample
+    feature_rows: int = 400_000  # of each of their tables
+    item_rows: int = 5_000_000  # of the table of the item and its histories
+    width: int = 128  # columns of all tables
+    # How uneven ids are: by popularity, one of n rows is n · u ** skew, u uniform.
     skew: float = 3.0
+    # Whether the table is in this order. Else popular rows lie all over it, as where ids are
+    # hashed.
     by_popularity: bool = False
-    cuda_graph: bool = False
-    fused: bool = False
-    dense: tuple[int, ...] = (512, 256)
-    over: tuple[int, ...] = (1024, 1024, 512, 256, 1)
+    cuda_graph: bool = False  # whether dense layers are replayed
+    fused: bool = False  # whether the pipeline is a TrainPipelineFusedSparseDist
+    dense: tuple[int, ...] = (512, 256)  # widths of the layers for dense features; width follows
+    over: tuple[int, ...] = (1024, 1024, 512, 256, 1)  # widths of the layers after the interaction
 
     @property
     def table_rows(self) -> int:

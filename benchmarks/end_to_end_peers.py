@@ -172,29 +172,21 @@ AS_PEERS = {"value_projection": True, "recency_bias": False, "init": "mha"}
 
 @dataclass(frozen=True)
 class Provider:
-    """A way to pool histories.
+    """A way to pool histories."""
 
-    Attributes:
-        does: in a few words.
-        options: of the attention, besides target and history.
-        attend: a peer's attention in the place of ours, behind the same linear layers.
-        din: the activation unit in its place.
-        rows_stay: whether :class:`HistoryEmbeddingCollectionSharder` shards the histories' table.
-        single_ids: whether ours is told that each feature has exactly one id.
-        index_dedup: TorchRec's, of lookups that are not pooled: a row is looked up once a batch.
-        budget: part of each history that is looked up, its newest events.
-        by_request: whether requests have several candidates, see :func:`make_batches`.
-    """
-
-    does: str
+    does: str  # in a few words
+    # Of the attention, besides target and history.
     options: dict[str, Any] = field(default_factory=dict)
+    # A peer's attention in the place of ours, behind the same linear layers.
     attend: Callable[..., Tensor] | None = None
-    din: bool = False
+    din: bool = False  # the activation unit in its place
+    # Whether HistoryEmbeddingCollectionSharder shards the histories' table.
     rows_stay: bool = True
-    single_ids: bool = False
+    single_ids: bool = False  # whether ours is told that each feature has exactly one id
+    # TorchRec's, of lookups that are not pooled: a row is looked up once a batch.
     index_dedup: bool = False
-    budget: float = 1.0
-    by_request: bool = False
+    budget: float = 1.0  # part of each history that is looked up, its newest events
+    by_request: bool = False  # whether requests have several candidates, see make_batches
 
 
 peer = functools.partial(Provider, options=AS_PEERS, rows_stay=False)

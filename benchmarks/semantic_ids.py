@@ -38,17 +38,11 @@ BYTES = (8, 20, 36)
 
 
 class Kept(NamedTuple):
-    """What a way of keeping rows makes of them.
+    """What a way of keeping rows makes of them."""
 
-    Attributes:
-        stored: tensors of ``N`` rows each, whose bytes count.
-        shared: those that all rows need.
-        rows: ``[N, D]`` as decoded.
-    """
-
-    stored: list[Tensor]
-    shared: list[Tensor]
-    rows: Tensor
+    stored: list[Tensor]  # tensors of N rows each, whose bytes count
+    shared: list[Tensor]  # those that all rows need
+    rows: Tensor  # [N, D] as decoded
 
 
 Keep = Callable[[Tensor], Kept]

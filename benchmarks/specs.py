@@ -16,24 +16,15 @@ from suites import TRAINING_CASES
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table."""
 
-    Args:
-        heads: of the columns that label a row, ``|`` between them.
-        rows: from a label to the case, or to what stands in place of ``*``.
-        columns: a line for each; see above.
-        ours: the provider that ratios are to.
-        mode: of figures that name none.
-        names: of providers, in words.
-        results: the files that it is made from, without ``.csv``; by default the one of its name.
-    """
-
-    heads: str
-    rows: dict[str, str]
-    columns: str
-    ours: str = "ours"
-    mode: str = "both"
-    names: dict[str, str] = field(default_factory=dict)
+    heads: str  # of the columns that label a row, | between them
+    rows: dict[str, str]  # from a label to the case, or to what stands in place of *
+    columns: str  # a line for each; see above
+    ours: str = "ours"  # the provider that ratios are to
+    mode: str = "both"  # of figures that name none
+    names: dict[str, str] = field(default_factory=dict)  # of providers, in words
+    # The files that it is made from, without .csv; by default the one of its name.
     results: tuple[str, ...] = ()
 
 

@@ -10,32 +10,23 @@ from statistics import median
 
 @dataclass
 class Progress:
-    """The progress of a training.
+    """The progress of a training."""
 
-    Args:
-        pooling: how its model pools the history, and the part of it that is kept, if not all.
-        epoch: epochs done.
-        batch: batches done of the epoch after those.
-        losses: training loss of each step, mean of the ranks.
-        speeds: samples per second of all ranks together, every few steps.
-        auc: area under the ROC curve on the test examples, after the last epoch.
-        ne: normalised entropy there: log loss over the log loss of predicting the share of ones.
-        test_speed: samples per second of all ranks together in the test, without its first batch; 0
-            where it has no other.
-        way: by what events are selected; "all" for no selection.
-        budget: the part of a history that is left.
-    """
-
-    pooling: str
-    epoch: int = 0
-    batch: int = 0
+    pooling: str  # how its model pools the history, and the part of it that is kept, if not all
+    epoch: int = 0  # epochs done
+    batch: int = 0  # batches done of the epoch after those
+    # Training loss of each step, mean of the ranks.
     losses: list[float] = field(default_factory=list)
+    # Samples per second of all ranks together, every few steps.
     speeds: list[float] = field(default_factory=list)
-    auc: float = 0.0
+    auc: float = 0.0  # area under the ROC curve on the test examples, after the last epoch
+    # Normalised entropy there: log loss over the log loss of predicting the share of ones.
     ne: float = 0.0
+    # Samples per second of all ranks together in the test, without its first batch; 0 where it has
+    # no other.
     test_speed: float = 0.0
-    way: str = "all"
-    budget: float = 1.0
+    way: str = "all"  # by what events are selected; "all" for no selection
+    budget: float = 1.0  # the part of a history that is left
 
     @property
     def samples_per_second(self) -> float:

@@ -28,23 +28,14 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random inputs of a case.
+    """Random inputs of a case."""
 
-    Args:
-        case: what they were made for.
-        leaves: the floating-point inputs; each gets a gradient.
-        offsets: ``[B + 1]``, of the history rows.
-        query_offsets: ``[B + 1]``, of the targets.
-        max_length: the longest history, known on the host as padded and varlen attention need it.
-        max_targets: the most targets of a sample, likewise.
-    """
-
-    case: Case
-    leaves: dict[str, Tensor]
-    offsets: Tensor
-    query_offsets: Tensor
-    max_length: int
-    max_targets: int
+    case: Case  # what they were made for
+    leaves: dict[str, Tensor]  # the floating-point inputs; each gets a gradient
+    offsets: Tensor  # [B + 1], of the history rows
+    query_offsets: Tensor  # [B + 1], of the targets
+    max_length: int  # the longest history, known on the host as padded and varlen attention need it
+    max_targets: int  # the most targets of a sample, likewise
 
     @classmethod
     def even(cls, case: Case, leaves: dict[str, Tensor], offsets: Tensor) -> "Inputs":
@@ -76,22 +67,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Relaid:
-    """A call whose operands and result lie otherwise than the suite's, and are left so.
+    """A call whose operands and result lie otherwise than the suite's, and are left so."""
 
-    Args:
-        call: to time.
-        leaves: the operands, under the names that the suite has for them.
-        lay: from a name and an operand, or ``"out"`` and its gradient, as the suite has it, to that
-            as this has it.
-        restore: from ``"out"`` and the output, or a name and its gradient, the other way round.
-        inputs: what its result is right for, if not for all of the suite's: it is timed beside the
-            suite's function, as a bound of what it takes.
-    """
-
-    call: Callable[[], Tensor]
-    leaves: dict[str, Tensor]
+    call: Callable[[], Tensor]  # to time
+    leaves: dict[str, Tensor]  # the operands, under the names that the suite has for them
+    # From a name and an operand, or "out" and its gradient, as the suite has it, to that as this
+    # has it.
     lay: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+    # From "out" and the output, or a name and its gradient, the other way round.
     restore: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+    # What its result is right for, if not for all of the suite's: it is timed beside the suite's
+    # function, as a bound of what it takes.
     inputs: Inputs | None = None
 
     @classmethod
@@ -111,27 +97,18 @@ class Relaid:
 
 @dataclass(frozen=True)
 class Suite:
-    """What ``run.py`` needs to know.
+    """What ``run.py`` needs to know."""
 
-    Args:
-        name: of the suite.
-        measures: what is timed, in one line of up to 49 characters.
-        cases: named shapes.
-        inputs: makes the random inputs of a case on a device, always the same.
-        oracle: the function in PyTorch's own words; called on fp64 inputs.
-        cost: the floor of ``forward`` and of ``backward``.
-        providers: from a name to a maker. A maker takes the inputs, does what a model does once
-            (weights, metadata), and returns the call to time, or a :class:`Relaid` one; or it
-            raises :class:`UnavailableError`. Names of our own start with ``ours``, all others are
-            peers.
-        modes: what is timed. Without a backward, gradients are neither computed nor checked.
-    """
-
-    name: str
-    measures: str
-    cases: dict[str, Case]
+    name: str  # of the suite
+    measures: str  # what is timed, in one line of up to 49 characters
+    cases: dict[str, Case]  # named shapes
+    # Makes the random inputs of a case on a device, always the same.
     inputs: Callable[[Case, str], Inputs]
-    oracle: Callable[[Inputs], Tensor]
-    cost: Callable[[Inputs], dict[str, Cost]]
+    oracle: Callable[[Inputs], Tensor]  # the function in PyTorch's own words; called on fp64 inputs
+    cost: Callable[[Inputs], dict[str, Cost]]  # the floor of forward and of backward
+    # From a name to a maker. A maker takes the inputs, does what a model does once (weights,
+    # metadata), and returns the call to time, or a Relaid one; or it raises
+    # UnavailableError. Names of our own start with ours, all others are peers.
     providers: dict[str, Callable[[Inputs], Callable[[], Tensor] | Relaid]]
+    # What is timed. Without a backward, gradients are neither computed nor checked.
     modes: tuple[str, ...] = MODES

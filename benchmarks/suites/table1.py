@@ -28,22 +28,16 @@ SIZES = {  # of each shape: B, L, H, D, T and dtype
 
 @dataclass(frozen=True)
 class Op:
-    """A row of the table.
+    """A row of the table."""
 
-    Args:
-        layout: of each operand and of the result, in letters: ``N`` rows, ``P`` pairs of them,
-            ``B`` samples, ``D`` and ``T`` widths.
-        padded: the op on padded operands, after where rows or pairs are real.
-        fbgemm: the same by FBGEMM's CUDA op, if there is one; and by its SLL Triton op.
-        sll: likewise.
-        flops: of products, from ``(N, P, D, T)``.
-    """
-
+    # Of each operand and of the result, in letters: N rows, P pairs of them, B samples, D and T
+    # widths.
     layout: dict[str, str]
-    padded: Callable[..., Tensor]
+    padded: Callable[..., Tensor]  # the op on padded operands, after where rows or pairs are real
+    # The same by FBGEMM's CUDA op, if there is one; and by its SLL Triton op.
     fbgemm: Callable[["Jagged"], Tensor] | None
-    sll: Callable[["Jagged"], Tensor]
-    flops: Callable[[int, int, int, int], int]
+    sll: Callable[["Jagged"], Tensor]  # likewise
+    flops: Callable[[int, int, int, int], int]  # of products, from (N, P, D, T)
 
 
 class Jagged:
