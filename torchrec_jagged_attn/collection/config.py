@@ -24,9 +24,7 @@ class EncoderConfig:
 
     Args:
         num_layers: number of layers.
-        causal: whether a row attends to itself and older rows only.
-        window: maximum number of rows that a row attends to, itself and the newest older ones;
-            needs ``causal``. ``None`` for all.
+        causal, window: see :class:`JaggedSelfAttention`.
         dropout: ``dropout`` of :class:`HistoryEncoderLayer`: probability, while training, that an
             element of a residual branch or of the feed-forward activations is set to zero.
         user_embedding: whether to also return the newest encoded row of each history, an embedding
@@ -92,10 +90,9 @@ class TargetAttentionConfig:
             history. It must not be a feature of a table; several attentions may share it.
         encoder: layers in which history rows attend to each other before a target attends to them.
             ``None``, the default, for no layers.
-        row_dropout: probability, while training, that a history row is masked, in encoder layers,
-            too; as in :class:`JaggedTargetAttention`.
-        dropout: probability, while training, that an attention weight is set to zero, in encoder
-            layers, too; as in :class:`JaggedTargetAttention`.
+        row_dropout, dropout: probabilities, while training, that a history row is masked and that
+            an attention weight is set to zero, in encoder layers, too; as in
+            :class:`JaggedTargetAttention`.
         max_history: maximum number of history rows. Only the newest are kept, with their timestamps
             and weights; older ones are dropped before the lookups, also for other tables that pool
             the same feature. A training pipeline overlaps this with ``pipeline_postproc=True``.

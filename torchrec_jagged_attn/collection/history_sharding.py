@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding import (
@@ -92,7 +91,6 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         super().__init__(module, *args, **kwargs)
         group = self._env.process_group
         assert group is not None
-        self._group: dist.ProcessGroup = group
         self._replicated: dict[int, dict[str, str]] = {}
         features: list[Feature] = []
         for at, (kind, sharding) in enumerate(self._sharding_type_to_sharding.items()):
@@ -200,7 +198,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 rows_per_home=[counts.get(of.name, 0) for counts in received.rows_of_homes],
                 samples_per_home=received.samples_of_homes,
                 owners=of.owners,
-                group=self._group,
+                group=self._exchange.group,
             )
             here[of.name] = RemoteHistory(*received.at_home[of.name], owned)
         if self.post_odist_tracker_fn is not None:
@@ -221,7 +219,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             for of_ranks in (received.rows_of_owners, received.rows_of_homes)
         )
         codecs = self._codecs if of_group[0].history is None else None
-        get_rows = start_exchange(rows, from_owners, to_homes, self._group, codecs)
+        get_rows = start_exchange(rows, from_owners, to_homes, self._exchange.group, codecs)
         lengths, counts = zip(*(received.at_home[name] for name in names), strict=True)
 
         def wait() -> dict[str, JaggedTensor]:

@@ -29,8 +29,7 @@ class Events:
     KeyedJaggedTensor whose samples are events divides the ids of each attribute among the events.
 
     Args:
-        offsets: ``[B + 1]`` int32 or int64: user ``b`` has the events ``offsets[b]`` to
-            ``offsets[b + 1] - 1``.
+        offsets: ``[B + 1]`` int32 or int64, of users, see :class:`JaggedLayout`.
         attributes: of ``E`` samples, a key for each attribute.
         timestamps: ``[E]`` int32 or int64, never decreasing within a user; or None.
 

@@ -133,8 +133,7 @@ class Relevance(nn.Module):
         """The probability of each event to convert, ``[N]`` fp32; without a gradient.
 
         Args:
-            dwell: as in :meth:`update`.
-            surface: likewise.
+            dwell, surface: as in :meth:`update`.
 
         Raises:
             TypeError, ValueError: as there.

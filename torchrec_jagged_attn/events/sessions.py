@@ -31,8 +31,7 @@ def segment_sessions(
     Args:
         relevance: ``[N]``, the probability ``r`` of each event to convert, as :class:`Relevance`
             gives.
-        offsets: ``[B + 1]`` int32 or int64: user ``b`` has the events ``offsets[b]`` to
-            ``offsets[b + 1] - 1``.
+        offsets: ``[B + 1]`` int32 or int64, of users, see :class:`JaggedLayout`.
         timestamps: ``[N]`` int32 or int64, never decreasing within a user.
         gap: longest pause within a session, in the unit of the timestamps; at least 0.
         threshold: ``τ``, 0 to 1.

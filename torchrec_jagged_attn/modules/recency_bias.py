@@ -29,8 +29,7 @@ class RecencyBias(nn.Module):
     Args:
         num_heads: ``H``.
         ages: whether to learn a table of ages, too.
-        device: of the tables.
-        dtype: of the tables.
+        device, dtype: of the tables.
 
     Example:
         The factors of the weights of rows 0, 1, 3 and 7 from the newest, in buckets 0, 4, 8 and 12:

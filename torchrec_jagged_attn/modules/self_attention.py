@@ -53,8 +53,7 @@ class JaggedSelfAttention(nn.Module):
             :func:`jagged_flash_attention`.
         dropout: while training, the probability that a weight is set to zero, as in
             ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim``, ``num_heads`` or ``window`` is not an int.
@@ -247,15 +246,10 @@ class HistoryEncoderLayer(nn.Module):
             have an argument of their own, ``attention_dropout``.
         causal, window, recency_bias, row_dropout: see :class:`JaggedSelfAttention`.
         attention_dropout: ``dropout`` of :class:`JaggedSelfAttention`.
-        device: of the parameters.
-        dtype: of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
-        TypeError: ``embed_dim``, ``num_heads`` or ``window`` is not an int.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` or
-            ``attention_dropout`` is not in [0, 1), or ``window`` is below one or given without
-            ``causal``.
-        NotImplementedError: the width ``E / H`` of a head is over 512.
+        TypeError, ValueError, NotImplementedError: as :class:`JaggedSelfAttention`.
 
     Example:
         >>> layers = nn.Sequential(HistoryEncoderLayer(8, 2), HistoryEncoderLayer(8, 2))
@@ -310,8 +304,7 @@ class HistoryEncoderLayer(nn.Module):
         ``prior_weights`` ``[N]`` are those of :meth:`JaggedSelfAttention.forward`.
 
         Raises:
-            TypeError: ``history`` is not a JaggedTensor, or holds ids, not embeddings.
-            ValueError: a shape or a device does not fit.
+            TypeError, ValueError: as there.
         """
         rows, offsets = _rows_and_offsets(history, self.norm1.weight)
         normed = JaggedTensor(self.norm1(rows), offsets=offsets)

@@ -106,8 +106,7 @@ class JaggedTargetAttention(nn.Module):
             projections, and copied to parameters if they are trainable, else to buffers. With
             :class:`PackedCodes`, rows are the ``D`` codes. Projections are always absorbed, and
             values are projected.
-        device: device of the parameters.
-        dtype: dtype of the parameters.
+        device, dtype: of the parameters.
 
     Raises:
         TypeError: an argument has another type.

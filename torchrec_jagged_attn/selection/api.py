@@ -68,8 +68,7 @@ def select_rows(
     It is deterministic, and no sample's selection depends on another sample.
 
     Args:
-        offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns rows ``offsets[b]`` to
-            ``offsets[b + 1] - 1``, the oldest first.
+        offsets: ``[B + 1]`` int32 or int64, see :class:`JaggedLayout`. The oldest row is first.
         scores: ``[N]`` of fp32, bf16 or fp16 (on CPU also fp64). They have no gradient.
         num_rows: ``N``, needed without scores and segments.
         keep: maximum number of rows per sample: one number, or ``[B]`` integers. With ``segments``,

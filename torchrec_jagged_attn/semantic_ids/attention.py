@@ -48,8 +48,7 @@ def jagged_target_attention_over_codes(
         query: as of :func:`jagged_target_attention`, of any width ``D``.
         packed: ``[N, num_bytes]`` uint8, of ``PackedCodes(L, num_levels)``: codes of all samples'
             rows, one sample after the other.
-        offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns rows ``offsets[b]`` to
-            ``offsets[b + 1] - 1``.
+        offsets: ``[B + 1]`` int32 or int64, see :class:`JaggedLayout`.
         mean: ``[D]``, of the dtype of ``query``.
         basis: ``[L, D]``, likewise; ``L`` in 1…511.
         num_levels: of a code.
