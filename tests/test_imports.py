@@ -1,9 +1,8 @@
 """Who imports whom, as ``docs/architecture.md`` has it."""
 
 import ast
+import functools
 from pathlib import Path
-
-import pytest
 
 PACKAGE = "torchrec_jagged_attn"
 ROOT = Path(__file__).parents[1] / PACKAGE
@@ -25,12 +24,17 @@ BELOW = {  # the folders that a folder imports, beside itself and what has no fo
 }
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imports(path: Path) -> list[tuple[str, str]]:
     """Module and name of each import from the package, without the package's own name, and of what
     is read of an imported module.
     """
     found = []
-    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    nodes = nodes_of(path)
     reads = [
         (node.value.id, node.attr)
         for node in nodes
@@ -50,26 +54,25 @@ def imports(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-FILES = [path for path in ROOT.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
-
-
 def test_what_is_installed_imports_nothing_that_is_not():
     for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             tops = {module.partition(".")[0] for module in modules}
             assert not tops & {"benchmarks", "examples", "tests"}, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_down(path):
-    folder, *inner = path.relative_to(ROOT).parts[:-1] or ("",)
-    for module, name in imports(path):
-        assert not name.startswith("_"), f"{module}.{name}"
-        top, *rest = module.split(".")
-        if not (ROOT / top).is_dir():
+def test_imports_go_down():
+    for path in ROOT.rglob("*.py"):
+        if path.name in ("__init__.py", "__main__.py"):
             continue
-        assert top == folder or top in BELOW.get(folder, set()), module
-        if inner == ["kernels"]:  # of what runs on a GPU, kernels import kernels alone
-            assert not {"api", "cpu"} & {*rest}, module
+        folder, *inner = path.relative_to(ROOT).parts[:-1] or ("",)
+        for module, name in imports(path):
+            assert not name.startswith("_"), f"{path}: {module}.{name}"
+            top, *rest = module.split(".")
+            if not (ROOT / top).is_dir():
+                continue
+            assert top == folder or top in BELOW.get(folder, set()), f"{path}: {module}"
+            if inner == ["kernels"]:  # of what runs on a GPU, kernels import kernels alone
+                assert not {"api", "cpu"} & {*rest}, f"{path}: {module}"

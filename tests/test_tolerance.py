@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.rounding import RoundingErrors
-from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
+from tests.tolerance import assert_close, assert_matches_oracle
 from torchrec_jagged_attn import jagged_flash_attention
 
 DTYPES = pytest.mark.parametrize(
@@ -49,8 +49,8 @@ ORDERS = {
         *(("random", order) for order in ORDERS if order != "by size"),  # the rule is of no order
     ],
 )
-@pytest.mark.parametrize("num_terms", [1, 3, 64, 3000])
-@DTYPES
+@pytest.mark.parametrize("num_terms", [3, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_in_any_order(dtype, order, num_terms, kind):
     """In fp32 at least, as the package adds up."""
     x = draw(num_terms, 500, dtype=dtype)
@@ -59,28 +59,6 @@ def test_sums_in_any_order(dtype, order, num_terms, kind):
         expected = x.double().sum(0)
     terms = x.to(torch.promote_types(dtype, torch.float32))
     assert_close(ORDERS[order](terms).to(dtype), expected, errors)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("width", [1, 20, 512])
-@DTYPES
-def test_products_in_any_order(dtype, width, order):
-    a, b = draw(40, width, dtype=dtype), draw(width, 30, dtype=dtype, seed=1)
-    with RoundingErrors(dtype) as errors:
-        expected = a.double() @ b.double()
-    wide = torch.promote_types(dtype, torch.float32)
-    terms = a.T.to(wide)[:, :, None] * b.to(wide)[:, None]
-    assert_close(ORDERS["in pairs" if order == "by size" else order](terms), expected, errors)
-
-
-@DTYPES
-def test_projections_may_be_absorbed(dtype):
-    """``q · (W x)`` as ``(Wᵀ q) · x``, where what is between is rounded to the dtype."""
-    q, w, x = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(9, 24), (24, 60), (60, 50)]))
-    with RoundingErrors(dtype) as errors:
-        expected = q.double() @ (w.double() @ x.double())
-    assert_close((q @ w) @ x, expected, errors)
-    assert_close(q @ (w @ x), expected, errors)
 
 
 @pytest.mark.usefixtures("tf32")
@@ -145,16 +123,6 @@ def test_faults_are_over_the_bound(wrong):
         assert_matches_oracle(wrong, attention, attention_inputs(torch.float32))
 
 
-@pytest.mark.parametrize("factor", [1 + 5 * 2**-7, 1 - 5 * 2**-7])
-def test_one_rounded_number_is_a_few_units_from_another(factor):
-    x = draw(1, dtype=torch.bfloat16)
-    with RoundingErrors(torch.bfloat16) as errors:
-        expected = x.double() * 3
-    assert_close(x * 3, expected, errors)
-    with pytest.raises(AssertionError, match="over the bound"):
-        assert_close((expected * factor).bfloat16(), expected, errors)
-
-
 def test_what_is_masked_must_be_zero():
     inputs = attention_inputs(torch.float32)
     inputs["bias"][:, 60:] = -torch.inf
@@ -178,15 +146,6 @@ def test_nan_infinities_and_shapes():
             assert_close(torch.tensor(wrong), expected, errors)
     with pytest.raises(AssertionError, match="shape"):
         assert_close(x[:2], expected, errors)
-
-
-def test_beyond_the_largest_number_a_result_is_infinite():
-    x = torch.tensor([300.0, -300.0]).half()
-    with RoundingErrors(torch.float16) as errors:
-        expected = x.double() ** 3
-    assert_close(x**3, expected, errors)
-    with pytest.raises(AssertionError, match="over the bound"):
-        assert_close(-(x**3), expected, errors)
 
 
 def test_what_has_no_bound_is_refused():
@@ -227,17 +186,6 @@ def test_views_share_the_errors_of_their_memory():
     assert (bound[:, 0] < 1e-30).all()
 
 
-def test_sigmoids_below_the_least_number():
-    """GPUs have zeros for them, which SiLU multiplies by far scores."""
-
-    def silu(x):
-        of_score = torch.sigmoid(x)
-        least = torch.finfo(x.dtype).smallest_normal
-        return x * of_score.masked_fill(of_score < least, 0)
-
-    assert_matches_oracle(silu, lambda x: F.silu(x), {"x": torch.linspace(-110, -80, 500)})
-
-
 def test_what_has_no_rule_is_refused():
     x = draw(3).double()
     with RoundingErrors(torch.float32), pytest.raises(NotImplementedError, match=r"aten\.erfinv"):
@@ -254,10 +202,3 @@ def test_what_has_no_rule_is_refused():
         ),
     ):  # an op of ours, whose statistics are fp32
         jagged_flash_attention(*[x.view(1, 1, -1)] * 3, torch.tensor([0, 1]))
-
-
-def test_gradients_of_another_set_of_inputs_are_refused():
-    with pytest.raises(AssertionError, match="fp64"):
-        assert_close(draw(3), draw(3), RoundingErrors(torch.float32))
-    results = outputs_and_gradients(lambda x, y: x * 2, {"x": draw(3), "y": draw(2)}, torch.ones(3))
-    assert torch.equal(results["y"], torch.zeros(2))

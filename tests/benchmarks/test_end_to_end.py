@@ -27,7 +27,6 @@ from end_to_end_trace import SentBytes, Trace
 from events import Events
 from planted import planted_log
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.processes import start_method, variables_of_ranks
 from tests.runs import assert_same_run
@@ -39,8 +38,9 @@ OF_SAMPLES = [name for name, provider in PROVIDERS.items() if not provider.by_re
 
 
 @pytest.fixture(autouse=True)
-def imports_stay_frozen():
-    """The benchmark looks through all that this process holds, as it has nothing but models."""
+def short_rounds(monkeypatch):
+    """Of which the benchmark looks through all that this process holds, imports included."""
+    monkeypatch.setattr(end_to_end, "STEPS_OF_ROUND", end_to_end.NUM_BATCHES)
     yield
     gc.freeze()
 
@@ -77,80 +77,53 @@ def test_each_provider_is_timed_or_refused(tmp_path, capsys):
 
 def test_models_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
     """And each is made once for all mean lengths."""
-    made, went, timed = [], [], []
-    init, run, time_round = Training.__init__, Training.run, Training.time_round
+    made, timed = [], []
+    init, time_round = Training.__init__, Training.time_round
 
     def make(training, name, sizes, *args, **kwargs):
-        made.append((name, sizes.mean))
+        made.append(name)
         init(training, name, sizes, *args, **kwargs)
 
-    def go(training, steps):
-        ids = {next(training.batches).sparse_features.values().data_ptr() for _ in range(steps)}
-        went.append((training.sizes.mean, training.name, steps, ids))
-        return run(training, steps)
-
     def time(training):
-        went.clear()
         time_round(training)
-        timed.extend(went)
+        ids = [batch.sparse_features.values() for batch in training.made]
+        timed.append((training.sizes.mean, training.name, ids))
 
-    for name, do in (("__init__", make), ("run", go), ("time_round", time)):
-        monkeypatch.setattr(Training, name, do)
+    monkeypatch.setattr(Training, "__init__", make)
+    monkeypatch.setattr(Training, "time_round", time)
     longer = dataclasses.replace(QUICK, mean=9)
     with process_group() as device:
         measurement = end_to_end.Measurement(device, tmp_path / "steps.csv")
-        measurement.run({sizes: ["sum", "ours"] for sizes in (QUICK, longer)}, rounds=3)
-    assert made == [("sum", 5), ("ours", 5)]
-    once, round_of = end_to_end.NUM_BATCHES, end_to_end.STEPS_OF_ROUND
+        measurement.run({sizes: ["sum", "ours"] for sizes in (QUICK, longer)}, rounds=2)
+    assert made == ["sum", "ours"]
+    turns = [(mean, name) for mean in (5, 9) for _ in range(2) for name in made]
+    assert [(mean, name) for mean, name, _ in timed] == turns
     for mean in (5, 9):
-        turns = [(name, steps) for name in ("sum", "ours") for steps in (once, round_of)]
-        assert [(name, steps) for of, name, steps, _ in timed if of == mean] == 3 * turns
-        first, *others = [ids for of, *_, ids in timed if of == mean]
-        assert len(first) == once
-        assert all(ids == first for ids in others)
+        first, *others = [ids for of, _, ids in timed if of == mean]
+        for ids in others:
+            assert all(map(torch.equal, ids, first))
     frame = pd.read_csv(tmp_path / "steps.csv")
     assert [*dict.fromkeys(frame["case"])] == ["mean-5", "mean-9"]
     assert frame.groupby(["case", "provider"]).size().nunique() == 1
 
 
-def test_figures_are_written_as_they_come(tmp_path, monkeypatch):
-    real, csv = Training.use, tmp_path / "steps.csv"
-
-    def cut_off(training, sizes):
-        if sizes.mean == 9:
-            raise KeyboardInterrupt
-        real(training, sizes)
-
-    monkeypatch.setattr(Training, "use", cut_off)
-    missing = {sizes: ["sum"] for sizes in (QUICK, dataclasses.replace(QUICK, mean=9))}
-    with process_group() as device, pytest.raises(KeyboardInterrupt):
-        end_to_end.Measurement(device, csv).run(missing, rounds=2)
-    assert {"time", "throughput"} <= {*pd.read_csv(csv)["metric"]}
-
-
-def test_what_stands_is_not_measured_again(tmp_path, monkeypatch):
-    csv, asked, real = tmp_path / "new/steps.csv", [], end_to_end.Measurement.run
+def test_what_stands_is_not_measured_again_unless_on_another_gpu(tmp_path, monkeypatch):
+    csv, asked = tmp_path / "new/steps.csv", []
 
     def counted(measurement, missing, rounds):
         asked.append(missing[QUICK])
         real(measurement, missing, rounds)
 
+    real = end_to_end.Measurement.run
     monkeypatch.setattr(end_to_end.Measurement, "run", counted)
     first = run(csv, "--providers", "sum")
     second = run(csv, "--providers", "sum", "padded")
-    assert asked == [["sum"], ["padded"]]
     pd.testing.assert_frame_equal(second.iloc[: len(first)], first, check_dtype=False)
-    run(csv, "--providers", "sum", "padded")
-    assert len(asked) == 2
     other = {**end_to_end_results.measured_with(), "gpu": "another"}
     for module in (end_to_end, end_to_end_results):
         monkeypatch.setattr(module, "measured_with", lambda: other)
     run(csv, "--providers", "sum")
-    assert asked[2:] == [["sum"]]
-    with process_group():
-        for width, is_known in ((QUICK.width, True), (8, False)):
-            labels = end_to_end.labels_of(dataclasses.replace(QUICK, width=width))
-            assert end_to_end_results.matching(csv, labels).empty != is_known
+    assert asked == [["sum"], ["padded"], ["sum"]]
 
 
 def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
@@ -165,21 +138,6 @@ def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
     for name in names:
         assert frame.loc[name, "note"].startswith("AssertionError: out: error")
     assert frame.loc["sum", "note"].isna().all()
-
-
-def test_what_fails_leaves_the_others_their_turn(tmp_path, monkeypatch, capsys):
-    real = Training.time_round
-
-    def broken(training):
-        if training.name == "padded":
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        real(training)
-
-    monkeypatch.setattr(Training, "time_round", broken)
-    frame = run(tmp_path / "steps.csv", "--providers", "padded", "sum").set_index("provider")
-    assert frame.loc["padded", "metric"] == "refused"
-    assert_figures_of(frame, "sum")
-    assert "\npadded: RuntimeError: CUDA error: an illegal" in capsys.readouterr().out
 
 
 def test_what_needs_the_memory_alone_is_left_for_another_call(tmp_path, monkeypatch, capsys):
@@ -205,21 +163,6 @@ def test_what_needs_the_memory_alone_is_left_for_another_call(tmp_path, monkeypa
     of = frame.set_index("provider")
     assert_figures_of(of, "padded")
     assert of.loc["padded-din", "note"].startswith("OutOfMemoryError: CUDA out of memory")
-
-
-def test_padding(monkeypatch):
-    rows = torch.randn(5, 20)
-    history = JaggedTensor(rows, lengths=torch.tensor([2, 0, 3]))
-    whole, visible = end_to_end_peers.pad(rows, history, 4)
-    assert whole.shape == (3, 4, 20)
-    assert whole[visible].equal(rows)
-
-    q, kv = torch.randn(3, 4, 5), torch.randn(5, 2, 4, 5)
-    at_once = end_to_end_peers.padded_sdpa(q, kv, history, 4)
-    for most in (1, 2 * 4 * 20):  # one sample, or two
-        monkeypatch.setattr(end_to_end_peers, "MAX_PADDED", most)
-        in_parts = end_to_end_peers.padded_sdpa(q, kv, history, 4)
-        assert_same_run(in_parts, at_once, num_terms=4 + 5)
 
 
 def train_losses(
@@ -285,34 +228,33 @@ def test_losses_are_the_same_whatever_the_form_of_batches():
     assert_same_losses(losses[of_requests], losses[of_samples])
 
 
-def count_sent(**environment: str) -> dict[str, tuple[float, float]]:
-    """Bytes in total and in floating point of known collectives, of this rank of two."""
+def bytes_of_ranks(**environment: str) -> tuple[dict[str, tuple], dict[str, list[float]]]:
+    """Of known collectives, in total and in floating point, from this rank of two; and of a step of
+    providers in the mean of ranks, beside the rows of a sample of this one.
+    """
     os.environ.update(environment)
-    counted = {}
+    of_collectives, of_steps = {}, {}
     with process_group() as device:
-        rank = dist.get_rank()
+        of_each = [2, 4][dist.get_rank()]
         floats = torch.ones(6, device=device)
         ids = torch.arange(6, device=device)
         model = DistributedDataParallel(torch.nn.Linear(4, 3, device=device))
-        x = floats.clone().requires_grad_()
-        splits = [2, 4]  # of them two to the first rank
 
-        def sharded(tensor: torch.Tensor, **splits: list[int]) -> None:
-            of_each = [2, 4][rank]
-            out = tensor.new_empty(2 * of_each if splits else 6)
-            options = {"output_split_sizes": [of_each] * 2} if splits else {}
-            dist.all_to_all_single(out, tensor, **options, **splits)
+        def exchange() -> None:
+            """Of six numbers each rank sends two to the first, and four to the second."""
+            out = floats.new_empty(2 * of_each)
+            dist.all_to_all_single(out, floats, [of_each] * 2, [2, 4])
+
+        def exchange_and_back() -> None:
+            x = floats.clone().requires_grad_()
+            functional.all_to_all_single_autograd(
+                x, [of_each] * 2, [2, 4], dist.group.WORLD
+            ).sum().backward()
 
         for name, do in {
-            "even": lambda: sharded(ids),
-            "by splits": lambda: sharded(floats, input_split_sizes=splits),
-            "functional, both ways": lambda: (
-                functional.all_to_all_single_autograd(
-                    x, [[2, 4][rank]] * 2, splits, dist.group.WORLD
-                )
-                .sum()
-                .backward()
-            ),
+            "even": lambda: dist.all_to_all_single(torch.empty_like(ids), ids),
+            "by splits": exchange,
+            "functional, both ways": exchange_and_back,
             "all_reduce": lambda: dist.all_reduce(floats),
             "all_gather": lambda: dist.all_gather_into_tensor(ids.new_empty(12), ids),
             "reduced gradients": lambda: model(torch.ones(2, 4, device=device)).sum().backward(),
@@ -320,14 +262,20 @@ def count_sent(**environment: str) -> dict[str, tuple[float, float]]:
         }.items():
             with SentBytes() as sent:
                 do()
-            counted[name] = (sent.total, sent.floats)
-    return counted
+            of_collectives[name] = (sent.total, sent.floats)
+        for name in ("ours", "ours-rows-travel", "sum"):
+            training = Training(name, QUICK, device, sharding="table_wise")
+            of_steps[name] = [*training.sent_bytes(), training.rows_per_sample]
+    return of_collectives, of_steps
 
 
-def test_bytes_of_known_collectives():
-    for rank, counted in enumerate(on_ranks(2, count_sent)):
+def test_bytes_are_counted_and_rows_that_stay_send_none():
+    every = on_ranks(2, bytes_of_ranks)
+    rows = QUICK.batch * sum(of_steps["sum"][-1] for _, of_steps in every) / 2
+    size = 2 if ON_GPU else 4
+    for rank, (of_collectives, of_steps) in enumerate(every):
         to_other, back = [4, 2][rank] * 4, [2, 4][rank] * 4
-        assert counted == {
+        assert of_collectives == {
             "even": (3 * 8, 0),
             "by splits": (to_other, to_other),
             "functional, both ways": (to_other + back, to_other + back),
@@ -336,48 +284,26 @@ def test_bytes_of_known_collectives():
             "reduced gradients": (15 * 4, 15 * 4),
             "barrier": (0, 0),
         }
-
-
-def bytes_of_a_step(names: list[str], **environment: str) -> dict[str, list[float]]:
-    """In the mean of ranks, and rows of a sample of this one."""
-    os.environ.update(environment)
-    sent = {}
-    with process_group() as device:
-        for name in names:
-            training = Training(name, QUICK, device, sharding="table_wise")
-            sent[name] = [*training.sent_bytes(), training.rows_per_sample]
-    return sent
-
-
-def test_rows_that_travel_are_counted_and_rows_that_stay_send_none():
-    every = on_ranks(2, bytes_of_a_step, ["ours", "ours-rows-travel", "sum"])
-    rows = QUICK.batch * sum(of_rank["sum"][-1] for of_rank in every) / 2
-    size = 2 if ON_GPU else 4
-    for of_rank in every:
-        # Half of them are of the rank without the table.
-        total, by_length, of_rows, _ = of_rank["ours-rows-travel"]
+        # Half of the rows are of the rank without the table.
+        total, by_length, of_rows, _ = of_steps["ours-rows-travel"]
         assert of_rows == pytest.approx(rows / 2 * 2 * QUICK.width * size, rel=0.2)
         assert by_length - of_rows == pytest.approx(rows / 2 * 8, rel=0.2)
         assert by_length < total
-        assert of_rank["ours"][2] == of_rank["sum"][2] == 0
-        assert 0 < of_rank["sum"][1] <= of_rank["ours"][1] < 3 * of_rank["sum"][1]
+        assert of_steps["ours"][2] == of_steps["sum"][2] == 0
+        assert 0 < of_steps["sum"][1] <= of_steps["ours"][1] < 3 * of_steps["sum"][1]
 
 
 def test_rows_of_several_gpus_are_complete(tmp_path):
     csv = tmp_path / "steps.csv"
-    names = ("ours", "ours-value-projection")  # TorchRec shards no sums by row on a CPU
-    options = ("--providers", *names, "--csv", str(csv))
+    options = ("--providers", "ours", "--csv", str(csv))  # TorchRec shards no sums so on a CPU
     assert on_ranks(2, main_on_rank, [*options, "--quick", "--rounds", "2"]) == [0, 0]
     frame = pd.read_csv(csv)
     assert {*frame["case"]} == {"mean-5-2-gpus-row_wise"}
     assert {*frame["gpus"]} == {2}
     metrics = {"time", "throughput", "sent", "sent_by_length", "sent_rows"}
-    assert {*frame["provider"]} == {*names}
-    for _, of in frame.groupby("provider"):
-        assert metrics <= {*of["metric"]}
-        assert of["metric"].is_unique
-        throughput, time = (of.set_index("metric").loc[x, "median"] for x in ("throughput", "time"))
-        assert throughput == pytest.approx(2 * QUICK.batch * 1e3 / time, rel=1e-3)
+    assert metrics <= {*frame["metric"]}
+    of = frame.set_index("metric", verify_integrity=True)["median"]
+    assert of["throughput"] == pytest.approx(2 * QUICK.batch * 1e3 / of["time"], rel=1e-3)
 
 
 def main_on_rank(options: list[str], **environment: str) -> int:
@@ -430,18 +356,6 @@ def test_curves_are_the_same_where_the_function_is(few_events):
     auc, ne = curves["ours"]
     assert 0.4 < min(auc) < max(auc) < 1
     assert 0.9 < ne[0] < 1.1
-
-
-def test_curves_that_stand_are_not_trained_again(few_events, tmp_path, capsys):
-    csv = tmp_path / "quality.csv"
-    frames = []
-    for providers in (["padded"], ["padded", "ours"]):
-        end_to_end_quality.main(["--csv", str(csv), "--providers", *providers])
-        frames.append(pd.read_csv(csv))
-    assert "padded, epoch" not in capsys.readouterr().out.partition("ours, epoch")[2]
-    assert len(frames[1]) == 2 * len(frames[0])
-    assert not frames[1].duplicated(["case", "provider", "mode", "metric", "unit"]).any()
-    assert {*frames[1]["case"]} == {f"planted-{x}" for x in ("0.2", "0.5", "0.8", "1.0")}
 
 
 @pytest.mark.parametrize(

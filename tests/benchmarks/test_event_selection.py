@@ -45,31 +45,6 @@ def test_planted_relevance_is_worth_more_than_the_newest(set_up, tmp_path, capsy
     assert (lines[event_selection.FIGURES[2:]] > 0).all(axis=None)
 
 
-def test_what_is_finished_is_not_trained_again(set_up, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "figures.csv"
-    set_up(EVENTS=40, BUDGETS=(0.5,), WAYS=("newest",), WIDTH=8)
-    arguments = ["--users", "20", "--epochs", "1", "--seconds", "0", "--csv", str(path)]
-    assert event_selection.main([*arguments, "--seeds", "1"]) == 0
-    first = path.read_text()
-    seeds = []
-    original = event_selection.train
-
-    def train(examples, selection, args, device, seed):
-        seeds.append(seed)
-        return original(examples, selection, args, device, seed)
-
-    monkeypatch.setattr(event_selection, "train", train)
-    assert event_selection.main([*arguments, "--seeds", "2"]) == 0
-    assert seeds == [1]
-    assert path.read_text().startswith(first)
-    lines = pd.read_csv(path)
-    assert lines["seed"].tolist() == [0, 1]
-    assert lines[event_selection.FIGURES[2:]].isna().all(axis=None)
-    assert lines["data"].tolist() == ["synthetic"] * 2
-    assert lines["users"].tolist() == [20] * 2
-    assert "nan" not in capsys.readouterr().out
-
-
 def make_examples(max_history=5, **options):
     log = event_selection.make_up(users=30, events=40, **options)
     return log, event_selection.Examples(log, max_history, "cpu", seed=0)
@@ -107,29 +82,6 @@ def test_histories_are_the_newest_events_before():
     assert features["item"].values()[:10].tolist() == log.item[examples.train[:10]].tolist()
 
 
-@pytest.mark.parametrize("way", event_selection.WAYS)
-def test_budgets_are_parts_of_histories(way):
-    _, examples = make_examples()
-    (features, _), *_ = examples.batches(examples.train, 40, shuffled=False)
-    selection = event_selection.reduced(way, 0.5, examples.relevance())
-    kept = selection(features)
-    lengths = features["history"].lengths()
-    assert torch.equal(kept["history"].lengths(), (lengths + 1) // 2)
-    if way == "newest":
-        assert (
-            kept["history"].to_dense()[0].tolist()
-            == features["history"].to_dense()[0][-int(kept["history"].lengths()[0]) :].tolist()
-        )
-
-
-def test_noise_is_what_converts_less():
-    log, examples = make_examples(noise=0.6)
-    relevance = examples.relevance()
-    p = relevance(examples.dwell, examples.surface)
-    converted = torch.from_numpy(log.converted)
-    assert p[converted].mean() > 2 * p[~converted].mean()
-
-
 @pytest.fixture
 def movielens(tmp_path):
     ratings = ["7::10::5::100", "7::12::3::160", "7::11::4::130", "9::11::4::90", "9::10::5::9000"]
@@ -153,11 +105,6 @@ def test_ratings_are_events(movielens):
     examples = event_selection.Examples(log, 10, "cpu", seed=0)
     assert examples.train.tolist() == [4]
     assert examples.test.tolist() == [1, 5]
-
-
-def test_missing_files_are_named(tmp_path, capsys):
-    assert event_selection.main(["--data", str(tmp_path)]) == 1
-    assert "ratings.dat is missing; give --data the folder" in capsys.readouterr().err
 
 
 def test_events_must_convert():

@@ -1,7 +1,6 @@
 """The figures under ``benchmarks/results``, and what is computed from them."""
 
 import csv
-import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,7 +11,6 @@ pytest.importorskip("torchrec")
 
 import pandas as pd
 import quality_results
-import run
 from figures import RESULTS, Cell, Figures, files_of, parsed, rows_of, shown
 
 from tests.benchmarks import made_up_results
@@ -110,29 +108,6 @@ def test_ratios_are_computed_from_a_run(tmp_path):
     assert of("nobody ×") is None
 
 
-def test_the_csv_of_a_run_is_read(tmp_path, capsys):
-    path = tmp_path / "run.csv"
-    argv = [
-        "table1",
-        "--cases",
-        "jagged_softmax-cpu",
-        "--device",
-        "cpu",
-        "--quick",
-        "--csv",
-        str(path),
-    ]
-    assert run.main(argv) == 0
-    of_run = Figures([path])
-    found = [
-        of_run.find(parsed(f"{words} forward time", "jagged_softmax-cpu-quick"))
-        for words in ("ours", "ours floor", "best-peer ×")
-    ]
-    assert all(x > 0 for x in found)
-    assert found[1] < 1
-    assert re.search(r", torch \S+, triton \S+, \d{4}-\d\d-\d\d$", of_run.stamps())
-
-
 def test_a_recorded_ratio_is_shown_as_it_is(tmp_path):
     of_run = figures(
         tmp_path, ("ours", "graph_time", "2", "ms"), ("p", "graph_time", "3", "× ours")
@@ -145,24 +120,20 @@ def test_a_figure_that_is_there_twice_is_refused(tmp_path):
         figures(tmp_path, *[("ours", "time", "2", "ms")] * 2)
 
 
-def test_two_kinds_of_gpu_in_one_case_are_refused(tmp_path):
-    write(tmp_path / "run.csv", *((name, "time", "2", "ms", "") for name in ("ours", "padded")))
-    rows = pd.read_csv(tmp_path / "run.csv")
-    rows.loc[1, "gpu"] = "another"
-    rows.to_csv(tmp_path / "run.csv", index=False)
+def test_times_of_a_case_are_of_one_kind_of_gpu_and_scores_need_not_be(tmp_path):
+    def of_two_gpus(metric: str, unit: str) -> Figures:
+        path = tmp_path / "run.csv"
+        write(path, *((name, metric, "0.8", unit, "") for name in ("mean", "sum")))
+        rows = pd.read_csv(path)
+        rows.loc[1, "gpu"] = "another"
+        rows.to_csv(path, index=False)
+        return Figures([path])
+
     with pytest.raises(ValueError, match="of c from one kind of GPU, got a GPU and another"):
-        Figures([tmp_path / "run.csv"])
-
-
-def test_scores_of_a_model_may_be_of_two_kinds_of_gpu(tmp_path):
-    """And are from both of them."""
-    write(tmp_path / "run.csv", *((name, "auc", "0.8", "AUC", "") for name in ("mean", "sum")))
-    rows = pd.read_csv(tmp_path / "run.csv")
-    rows.loc[1, "gpu"] = "another"
-    rows.to_csv(tmp_path / "run.csv", index=False)
-    of_both = Figures([tmp_path / "run.csv"])
-    assert of_both.find(parsed("sum auc", "c")) == Decimal("0.8")
-    assert [stamp.split(",")[0] for stamp in of_both.stamps().split("; ")] == ["a GPU", "another"]
+        of_two_gpus("time", "ms")
+    scores = of_two_gpus("auc", "AUC")
+    assert scores.find(parsed("sum auc", "c")) == Decimal("0.8")
+    assert [stamp.split(",")[0] for stamp in scores.stamps().split("; ")] == ["a GPU", "another"]
 
 
 def test_suites_may_have_a_case_of_one_name(tmp_path):
@@ -179,15 +150,16 @@ def test_suites_may_have_a_case_of_one_name(tmp_path):
     assert of_both.find(parsed("ours time floor @second/c")) == Decimal("0.25")
 
 
-def test_trainings_of_other_sizes_are_not_compared(results):
-    frame = pd.read_csv(results / "quality.csv")
-    frame.loc[0, "width"] = 64
-    with pytest.raises(ValueError, match=r"width must be the same.*got \[64, 16\]"):
-        quality_results.comparison(frame)
-
-
-def test_ways_with_other_settings_are_not_compared(results):
-    frame = pd.read_csv(results / "event_selection.csv")
-    frame.loc[0, "noise"] = 0.5
-    with pytest.raises(ValueError, match=r"noise must be the same for all of synthetic, .*\[0\.5"):
-        quality_results.ways_rows(frame)
+@pytest.mark.parametrize(
+    ("name", "compared", "setting"),
+    [
+        ("quality", quality_results.comparison, "width"),
+        ("event_selection", quality_results.ways_rows, "noise"),
+    ],
+)
+def test_trainings_with_other_settings_are_not_compared(results, name, compared, setting):
+    frame = pd.read_csv(results / f"{name}.csv")
+    frame[setting] = frame[setting].astype(float)
+    frame.loc[0, setting] = 0.5
+    with pytest.raises(ValueError, match=rf"{setting} must be the same.*\[0\.5"):
+        compared(frame)

@@ -59,13 +59,6 @@ def test_batches_are_in_order_of_time():
     assert events.training(0).time.max() < events.testing().time.min()
 
 
-def test_the_lowest_ids():
-    whole = quality.read(DATA)
-    part = quality.first_users(whole, 7)
-    assert np.array_equal(part.item, whole.item[whole.user < 7])
-    assert part.user.max() == 6
-
-
 def test_a_batch_is_scored_before_it_is_learned(monkeypatch):
     calls = []
     score, learn = quality.Trainer.score, quality.Trainer.learn
@@ -86,13 +79,13 @@ def test_a_batch_is_scored_before_it_is_learned(monkeypatch):
 
 
 @pytest.mark.parametrize("pooling", quality.POOLINGS)
-def test_each_pooling_learns_and_repeats(pooling):
-    run = dataclasses.replace(RUN, pooling=pooling)
-    first, second = (quality.train(run, "cpu") for _ in range(2))
-    assert {**first, "seconds": 0} == {**second, "seconds": 0}
-    assert 0.4 < first["auc"] < 1
-    for other in quality.regularizers(run):
-        assert quality.train(other, "cpu")["auc"] != first["auc"], other
+def test_each_pooling_learns(pooling):
+    assert 0.4 < quality.train(dataclasses.replace(RUN, pooling=pooling), "cpu")["auc"] < 1
+
+
+def test_each_regularizer_changes_the_training():
+    aucs = [quality.train(run, "cpu")["auc"] for run in (RUN, *quality.regularizers(RUN))]
+    assert len({*aucs}) == 1 + len(quality.REGULARIZERS)
 
 
 def test_lines_have_no_features(lines):
@@ -101,14 +94,6 @@ def test_lines_have_no_features(lines):
     assert [*model.tables.embeddings] == ["item_table"]
     assert model.layers[0].in_features == 3 * RUN.width
     assert 0 < quality.train(dataclasses.replace(RUN, data=str(lines)), "cpu")["auc"] < 1
-
-
-def test_tables_start_as_torchrec_has_them():
-    events = quality.events_of(DATA, 20, 0)
-    model = quality.Trainer(RUN, events, "cpu").model
-    weight = model.tables.embeddings["item_table"].weight
-    bound = events.log.num_items**-0.5
-    assert 0.95 * bound < weight.abs().max() <= bound
 
 
 def test_poolings_by_a_loop():

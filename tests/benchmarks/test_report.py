@@ -1,8 +1,6 @@
 """The tables of the documents are what the figures under ``benchmarks/results`` say."""
 
-import re
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,10 +11,9 @@ pytest.importorskip("torchrec")
 import event_selection
 import plots
 import report
-import run
 import specs
 from end_to_end_peers import PROVIDERS
-from figures import RESULTS, Figures, files_of, parsed
+from figures import RESULTS, Figures, files_of
 from quality_models import POOLINGS
 from specs import TABLES, Table
 
@@ -67,36 +64,6 @@ def test_the_place_of_a_table_without_its_file_says_so(tmp_path, monkeypatch):
     assert report.main(["--check"], [document]) == 0
 
 
-@pytest.mark.parametrize(
-    ("table", "suite", "left_out"),
-    [
-        ("requests", "targets", "targets-*"),
-        ("ikbo", "ikbo", ""),
-        ("target_attention_rows", "target_attention_rows", ""),
-        ("semantic_ids", "semantic_ids", "rank-1k"),
-        ("target_attention_scores", "target_attention_scores", ""),
-        ("select_events", "select_events", "events-200-narrow-newest"),
-        ("serving", "serving", ""),
-    ],
-)
-def test_rows_and_columns_are_cases_and_providers(table, suite, left_out):
-    """Also of a table whose figures are not there yet; it does not show cases ``left_out``."""
-    suite = run.load_suites()[suite]
-    large = {name for name, case in suite.cases.items() if case.large}
-    table = TABLES[table]
-    cells = [
-        parsed(words, row, table.mode)
-        for row in table.rows.values()
-        for _, template in report.columns_of(table)
-        for words in re.findall(r"\{([^}]*)\}", template)
-    ]
-    cases = {cell.case for cell in cells}
-    assert cases <= large
-    assert all(fnmatch(name, left_out) for name in large - cases)
-    assert {cell.provider for cell in cells} <= {*suite.providers, "floor"}
-    assert {cell.mode for cell in cells} <= {*suite.modes, "both"}
-
-
 def test_every_file_has_a_table():
     used = {name for shown in (*TABLES.values(), *plots.PLOTS) for name in shown.results}
     assert used >= {path.stem for path in RESULTS.glob("*.csv")}
@@ -132,6 +99,10 @@ def cells_of(lines: str) -> dict[str, list[str]]:
 def test_words_for_all_that_is_measured():
     assert {*specs.STEP_PROVIDERS} == {*PROVIDERS}
     assert {*specs.POOLINGS} == {*POOLINGS}
+    assert {*specs.EVENTS} == {"all", "boosted", *event_selection.WAYS}
+    trained = Figures(files_of(["quality"], RESULTS)).cases
+    by_epoch = Figures(files_of(["end_to_end_quality"], RESULTS)).cases
+    assert {*trained, *(case.rpartition("-")[0] for case in by_epoch)} <= {*specs.LOGS}
 
 
 def test_steps_by_mean_length(results):
@@ -179,10 +150,6 @@ def test_ways_and_their_budgets(results):
     assert rows["by relevance"] == ["½", "0.5 ± 0", "0.9", "200 (2 ×)"]
 
 
-def test_words_for_all_ways():
-    assert {*specs.EVENTS} == {"all", "boosted", *event_selection.WAYS}
-
-
 def test_a_part_of_the_figures_makes_a_part_of_the_table(results):
     path = results / "end_to_end.csv"
     lines = path.read_text().splitlines(keepends=True)
@@ -190,14 +157,6 @@ def test_a_part_of_the_figures_makes_a_part_of_the_table(results):
     rows = cells_of(report.figures_table(TABLES["end_to_end"], results))
     assert [*rows] == ["pooling", "linear + padded SDPA"]
     assert {len(row) for row in rows.values()} == {1}
-
-
-@pytest.mark.parametrize("name", ["quality", "end_to_end_quality"])
-def test_all_histories_have_words(name):
-    cases = Figures(files_of([name], RESULTS)).cases
-    if name != "quality":  # of an epoch
-        cases = [case.rpartition("-")[0] for case in cases]
-    assert {*cases} <= {*specs.LOGS}
 
 
 def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):

@@ -111,8 +111,3 @@ def test_a_run_is_in_the_csv(
     with pytest.raises(SystemExit):
         serving_load.main(options)
     assert "--csv: must be a new file, got '" in capsys.readouterr().err
-
-
-def test_a_run_without_a_checkpoint(tmp_path: Path):
-    with pytest.raises(SystemExit, match=r"^error: .* holds no checkpoint; make one with"):
-        serving_load.main(["--run", str(tmp_path)])

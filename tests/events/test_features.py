@@ -62,25 +62,6 @@ def test_gradients_reach_tables_and_weights(device):
     assert events.attributes.weights().grad.any()
 
 
-def test_truncated_events_have_the_rows_that_they_had(device):
-    """But for their age, which is that of the newest event, and stays."""
-    module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)
-    events = make_events(device)
-    whole, newest = module(events), module(events.truncate(2))
-    kept = [rows[-2:] for rows in whole.to_dense()]
-    assert_same_run(newest.values(), torch.cat(kept), num_terms=15)
-
-
-def test_a_layer_of_another_dtype_than_lookups(device):
-    module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)
-    events = make_events(device)
-    expected = module(events).values()
-    module.compression.double()
-    rows = module(events).values()
-    assert rows.dtype == torch.float64
-    assert_same_run(rows, expected, num_terms=15)
-
-
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_no_event(lengths, device):
     module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)

@@ -1,7 +1,6 @@
 """Events are selected and boosted in TorchRec's training pipeline, before the exchange of ids."""
 
-from pathlib import Path
-
+import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
@@ -100,12 +99,6 @@ def train(device: torch.device) -> dict[str, list[Tensor]]:
     return {"none": losses, "pipelined": pipelined}
 
 
-def test_selected_before_the_exchange_between_ranks(tmp_path: Path, backend: str):
-    for losses in run_ranks(train, tmp_path, backend):
-        assert torch.equal(torch.stack(losses["pipelined"]), torch.stack(losses["none"]))
-        assert len(losses["none"]) == NUM_STEPS
-
-
 class NewestEvents(nn.Module):
     """Those of a batch, as it has them."""
 
@@ -166,8 +159,24 @@ def train_events(device: torch.device) -> dict[str, list[Tensor]]:
     return outputs
 
 
-def test_tables_of_events_are_sharded_and_their_lookup_is_pipelined(tmp_path: Path, backend: str):
-    for outputs in run_ranks(train_events, tmp_path, backend):
+def train_both(device: torch.device) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    return train(device), train_events(device)
+
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list:
+    """What both trainings return on each rank."""
+    return run_ranks(train_both, tmp_path_factory.mktemp("trained"), request.param)
+
+
+def test_selected_before_the_exchange_between_ranks(trained: list):
+    for losses, _ in trained:
+        assert torch.equal(torch.stack(losses["pipelined"]), torch.stack(losses["none"]))
+        assert len(losses["none"]) == NUM_STEPS
+
+
+def test_tables_of_events_are_sharded_and_their_lookup_is_pipelined(trained: list):
+    for _, outputs in trained:
         sharded = outputs["sharded"]
         assert_same_run(sharded[0], outputs["one process"][0])
         for step, out in enumerate(outputs["pipelined"]):

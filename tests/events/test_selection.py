@@ -131,15 +131,6 @@ def test_budgets_of_users(device):
         selection(features)
 
 
-def test_two_histories_one_after_the_other():
-    features = make_features()
-    chain = torch.nn.Sequential(EventSelection(HISTORY, 2), EventSelection(["tags"], 1))
-    actual = chain(features)
-    assert actual["tags"].lengths().tolist() == [1, 0, 1, 1]
-    assert actual["item"].lengths().tolist() == [2, 0, 2, 1]
-    assert torch.equal(actual["user"].values(), features["user"].values())
-
-
 def test_no_event_at_all(device):
     features = KeyedJaggedTensor(
         ["user", *HISTORY],
@@ -325,60 +316,32 @@ def test_traced_by_fx():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("keys", "keep", "options", "error", "message"),
     [
-        (([], 2), r"keys must be at least one name, each once, got \[\]"),
-        ((["item", "item"], 2), "keys must be at least one name, each once, got"),
-        ((["item"], [2, 3]), r"keep must be a list if and only if .* segments, got \[2, 3\]"),
-    ],
-)
-def test_wrong_modules_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        EventSelection(*arguments)
-    with pytest.raises(ValueError, match=r"threshold must be None without scores, got 0\.5"):
-        EventSelection(["item"], threshold=0.5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        ((["item"],), {}, ValueError, "keep or threshold must be given, got neither"),
+        ([], 2, {}, ValueError, r"keys must be at least one name, each once, got \[\]"),
+        (["a", "a"], 2, {}, ValueError, "keys must be at least one name, each once, got"),
+        ("item", 2, {}, TypeError, "keys must be a list of names, got 'item'"),
+        (["a"], [2, 3], {}, ValueError, r"keep must be a list if and only if .*, got \[2, 3\]"),
+        (["a"], None, {}, ValueError, "keep or threshold must be given, got neither"),
+        (["a"], -1, {}, ValueError, "keep must be at least 0, got -1"),
+        (["a"], True, {}, TypeError, "keep must be an int, got True"),
+        (["a"], [1, -1], {"segments": len}, ValueError, "keep must be at least 0, got"),
+        (["a"], [], {"segments": len}, ValueError, "keep must have a number for each se"),
+        (["a"], [2], {"segments": 1}, TypeError, "segments must be a function of a Keyed"),
+        (["a"], 2, {"scores": "dwell"}, TypeError, "scores must be a function of a Keyed"),
+        (["a"], None, {"threshold": 0.5}, ValueError, "threshold must be None without scores, got"),
         (
-            (["item"],),
-            {"scores": scores_of},
-            ValueError,
-            "keep or threshold must be given, got neither",
-        ),
-        (("item", 2), {}, TypeError, "keys must be a list of names, got 'item'"),
-        ((["item"], -1), {}, ValueError, "keep must be at least 0, got -1"),
-        ((["item"], True), {}, TypeError, "keep must be an int, got True"),
-        ((["item"], 2.0), {}, TypeError, r"keep must be an int, got 2\.0"),
-        ((["item"], [1, -1]), {"segments": scores_of}, ValueError, "keep must be at least 0, got"),
-        (
-            (["item"], []),
-            {"segments": scores_of},
-            ValueError,
-            "keep must have a number for each se",
-        ),
-        ((["item"], 2), {"scores": "dwell"}, TypeError, "scores must be a function of a Keyed"),
-        ((["item"], [2]), {"segments": 1}, TypeError, "segments must be a function of a Keyed"),
-        (
-            (["item"],),
-            {"scores": scores_of, "threshold": math.nan},
+            ["a"],
+            None,
+            {"scores": len, "threshold": math.nan},
             ValueError,
             "threshold must be a number or None, got nan",
         ),
-        (
-            (["item"],),
-            {"scores": scores_of, "threshold": "9"},
-            TypeError,
-            "threshold must be a number or None, got '9'",
-        ),
     ],
 )
-def test_wrong_options_are_named(arguments, options, error, message):
+def test_wrong_options_are_named(keys, keep, options, error, message):
     with pytest.raises(error, match=message):
-        EventSelection(*arguments, **options)
+        EventSelection(keys, keep, **options)
 
 
 def test_wrong_boostings_are_named():
@@ -396,23 +359,16 @@ def test_wrong_boostings_are_named():
             boosting(make_features())
 
 
-@pytest.mark.parametrize("keep", [np.int64(2), np.uint8(2)])
-def test_numbers_of_numpy(keep):
+def test_numbers_of_numpy():
     features = make_features()
-    expected = EventSelection(HISTORY, 2)(features)["item"]
-    actual = EventSelection(HISTORY, keep)(features)["item"]
+    actual, expected = (EventSelection(HISTORY, keep)(features) for keep in (np.uint8(2), 2))
     assert torch.equal(actual.values(), expected.values())
     scores = scores_of(features)
     rows = JaggedTensor(features["item"].values(), lengths=features["item"].lengths())
-    for given in (None, scores):
-        expected = select_events(rows, given, keep=2, capacity=8)
-        actual = select_events(rows, given, keep=keep, capacity=np.int64(8))
-        assert torch.equal(actual.values(), expected.values())
-    expected = select_events(rows, scores, keep=[1, 2], segments=torch.arange(12) % 2)
-    actual = select_events(rows, scores, keep=[keep - 1, keep], segments=torch.arange(12) % 2)
-    assert torch.equal(actual.values(), expected.values())
-    expected = select_events(rows, scores, threshold=9)
-    actual = select_events(rows, scores, threshold=np.float32(9))
+    actual, expected = (
+        select_events(rows, scores, keep=keep, capacity=capacity, threshold=threshold)
+        for keep, capacity, threshold in ((np.uint8(2), np.int64(8), np.float32(9)), (2, 8, 9))
+    )
     assert torch.equal(actual.values(), expected.values())
 
 
@@ -449,45 +405,36 @@ def test_wrong_histories_are_named():
 
 
 @pytest.mark.parametrize(
-    ("relevance", "options", "error", "message"),
+    ("change", "error", "message"),
     [
-        (torch.ones(2).long(), {}, TypeError, "relevance must be one of"),
-        (torch.ones(2), {"strength": -1}, ValueError, "strength must be finite and not negative"),
-        (torch.ones(2), {"strength": math.nan}, ValueError, "strength must be finite, got nan"),
-        (torch.ones(2), {"strength": "1"}, TypeError, "strength must be a number, got '1'"),
+        ({"relevance": torch.ones(2).long()}, TypeError, "relevance must be one of"),
         (
-            torch.tensor([1.0, -1]),
-            {},
+            {"relevance": torch.tensor([1.0, -1])},
             ValueError,
             r"relevance must be finite and not .*, got -1\.0",
         ),
+        ({"strength": -1}, ValueError, "strength must be finite and not negative"),
+        ({"strength": "1"}, TypeError, "strength must be a number, got '1'"),
         (
-            torch.ones(2),
-            {"segments": torch.zeros(2).long(), "factors": -torch.ones(1)},
+            {"factors": -torch.ones(2)},
             ValueError,
-            r"factors must be finite and not negative, got -1\.0 at position 0",
+            "factors must be finite and not negative, got -1",
         ),
-        (torch.ones(2), {"factors": torch.ones(1)}, ValueError, "together, got factors alone"),
+        ({"segments": None}, ValueError, "together, got factors alone"),
         (
-            torch.ones(2),
-            {"segments": torch.zeros(3).long(), "factors": torch.ones(1)},
+            {"segments": torch.zeros(3).long()},
             ValueError,
-            r"segments must have shape \[N\] = \[2\], got \[3\]",
+            r"segments must have shape \[N\] = \[2\]",
         ),
-        (
-            torch.ones(2),
-            {"segments": torch.tensor([-1, 0]), "factors": torch.ones(2)},
-            ValueError,
-            "segments must be 0 to 1, got -1 to 0",
-        ),
-        (
-            torch.ones(2),
-            {"segments": torch.tensor([True, False]), "factors": torch.ones(2)},
-            TypeError,
-            r"segments must be int32 or int64, got torch\.bool",
-        ),
+        ({"segments": torch.tensor([-1, 0])}, ValueError, "segments must be 0 to 1, got -1 to 0"),
+        ({"segments": torch.tensor([True, False])}, TypeError, "segments must be int32 or int64"),
     ],
 )
-def test_wrong_boosts_are_named(relevance, options, error, message):
+def test_wrong_boosts_are_named(change, error, message):
+    arguments = {
+        "relevance": torch.ones(2),
+        "segments": torch.zeros(2).long(),
+        "factors": torch.ones(2),
+    }
     with pytest.raises(error, match=message):
-        boost_weights(relevance, **options)
+        boost_weights(**arguments | change)

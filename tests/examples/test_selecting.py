@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import train_dlrm
-from events import Events, InteractionLog
+from events import Events
 from planted import planted_log
 from selecting import HISTORY, SelectingTrain, fit_relevance, selection_of
 
@@ -16,27 +16,6 @@ from selecting import HISTORY, SelectingTrain, fit_relevance, selection_of
 def parsed(monkeypatch, *options: str):
     monkeypatch.setattr(sys, "argv", ["train_dlrm.py", *options])
     return train_dlrm.parse_args()
-
-
-def test_rows_without_dwell_times_have_those_to_the_next_row():
-    log = InteractionLog(
-        user=np.array([1, 0, 0, 1, 0]),
-        item=np.arange(5),
-        time=np.array([9, 7, 3, 4, 9000]),
-        category=np.zeros(5, dtype=np.int64),
-        user_features={},
-    )
-    assert log.item.tolist() == [2, 1, 4, 3, 0]
-    assert log.dwell.tolist() == [4, 3600, 0, 5, 0]
-    assert log.converted.all()
-
-
-def test_noise_is_looked_at_shortly_and_hardly_converts():
-    clean, log = (planted_log(num_users=100, noise=noise) for noise in (0.0, 0.75))
-    assert clean.converted.all()
-    assert 0.17 < log.converted.mean() < 0.26  # 0.25 · 0.8 + 0.75 · 0.02
-    assert np.median(log.dwell[log.converted]) > 3 * np.median(log.dwell[~log.converted])
-    assert len({*zip(log.user, log.item, strict=True)}) == len(log.item)
 
 
 def test_examples_are_events_that_converted_and_histories_are_of_all():

@@ -152,17 +152,15 @@ def test_a_batch_scores_as_its_requests_do(run: Path):
     assert str(cut).startswith("the request must be JSON in UTF-8: ")
 
 
-@pytest.mark.parametrize("most", [1, 3, 10_000])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, shape: str, most: int):
+@pytest.mark.parametrize("most", [3, 10_000])
+def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, most: int):
     scorer, requests, _ = loaded(run, CPU)
-    events, weights = explain(scorer, requests, request_of(*SHAPES[shape]), most)
-    count, length = SHAPES[shape]
-    assert events.shape == weights.shape[:2] == (count, min(most, length))
-    means = weights.mean(axis=2)
-    assert (np.diff(means, axis=1) <= 0).all()
-    if most >= length > 0:
-        assert all(sorted(of_one) == [*range(length)] for of_one in events.tolist())
+    for count, length in SHAPES.values():
+        events, weights = explain(scorer, requests, request_of(count, length), most)
+        assert events.shape == weights.shape[:2] == (count, min(most, length))
+        assert (np.diff(weights.mean(axis=2), axis=1) <= 0).all()
+        if most >= length > 0:
+            assert all(sorted(of_one) == [*range(length)] for of_one in events.tolist())
 
 
 def test_an_explained_output_is_the_sum_of_its_events(run: Path):
@@ -231,24 +229,16 @@ def test_the_script_says_nothing_but_its_results(run: Path):
 
 
 @packages_load
-def test_the_best_candidates_and_the_latency_are_printed(run: Path, served: tuple[Path, str]):
-    scorer, requests, _ = loaded(run, CPU)
-    scores = scores_of(scorer, requests, REQUEST)
-    _, printed = served
-    assert f"The best 4 of {len(REQUEST['candidates'])}" in printed
-    best = REQUEST["candidates"][int(scores.argmax())]["item"]
-    assert f"item {best} " in printed
-    assert f"{scores.max():.4f}" in printed
-    for percentile in ("p50", "p90", "p99"):
-        assert percentile in printed
-
-
-@packages_load
-def test_what_the_best_candidates_look_at_is_printed(run: Path, served: tuple[Path, str]):
+def test_the_best_candidates_what_they_look_at_and_the_latency_are_printed(
+    run: Path, served: tuple[Path, str]
+):
     scorer, requests, _ = loaded(run, CPU)
     scores = scores_of(scorer, requests, REQUEST)
     events, weights = explain(scorer, requests, REQUEST, 2)
     _, printed = served
+    assert f"The best 4 of {len(REQUEST['candidates'])}" in printed
+    for said in (f"{scores.max():.4f}", "p50", "p90", "p99"):
+        assert said in printed
     lines = [line.split() for line in printed.partition("What they look at")[2].splitlines()]
     best = int(scores.argmax())
     item = str(REQUEST["candidates"][best]["item"])
@@ -398,74 +388,20 @@ def test_the_configuration_for_triton_names_what_the_model_reads(tmp_path: Path)
 
 
 ROW = {"item": 1, "category": 0, "events": 0}
-BAD_REQUESTS = {
-    "no-history": (
-        {"history": None},
-        "history of the request must be a list of 0 to 10000, got None",
-    ),
-    "no-candidates": (
-        {"candidates": []},
-        "candidates of the request must be a list of 1 to 10000, got a list of 0",
-    ),
-    "too-many-candidates": (
-        {"candidates": [ROW] * 10_001},
-        "candidates of the request must be a list of 1 to 10000, got a list of 10001",
-    ),
-    "too-many-rows": (
-        {"history": [ROW] * 10_001},
-        "history of the request must be a list of 0 to 10000, got a list of 10001",
-    ),
-    "rows-by-name": (
-        {"history": ROW},
-        "history of the request must be a list of 0 to 10000, got {",
-    ),
-    "row-is-no-object": ({"history": [ROW, 7]}, r"history\[1\] must be an object, got 7"),
-    "candidate-is-no-object": (
-        {"candidates": ["item"]},
-        r"candidates\[0\] must be an object, got 'item'",
-    ),
-    "user-is-no-object": ({"user": [3]}, r"user of the request must be an object, got a list of 1"),
-    "missing-id": (
-        {"history": [{"item": 1}]},
-        r"category of history\[0\] must be an integer from 0 to \d+, got None",
-    ),
-    "unknown-id": (
-        {"candidates": [{**ROW, "item": 10**6}]},
-        r"item of candidates\[0\] must be an integer from 0 to \d+, got 1000000",
-    ),
-    "true-as-id": (
-        {"history": [ROW, {**ROW, "item": True}]},
-        r"item of history\[1\] must be an integer from 0 to \d+, got True",
-    ),
-    "fraction-as-id": (
-        {"history": [{**ROW, "category": 1.0}]},
-        r"category of history\[0\] must be an integer from 0 to \d+, got 1.0",
-    ),
-    "text-as-id": (
-        {"history": [{**ROW, "item": "1" * 9000}]},
-        r"item of history\[0\] must be an integer from 0 to \d+, got '1{12}...1{13}'",
-    ),
-    "negative-count": (
-        {"user": {**REQUEST["user"], "events": -1}},
-        "events of user must be an integer from 0 to 9223372036854775807, got -1",
-    ),
-    "huge-count": (
-        {"user": {**REQUEST["user"], "events": 10**30}},
-        "events of user must be an integer from 0 to 9223372036854775807, got 10{11}",
-    ),
-    "huge-count-of-a-candidate": (
-        {"candidates": [{**ROW, "events": 2**63}]},
-        r"events of candidates\[0\] must be an integer from 0 to 9223372036854775807, got 9223",
-    ),
-    "true-as-count": (
-        {"user": {**REQUEST["user"], "seconds_since_last": True}},
-        "seconds_since_last of user must be an integer from 0 to 9223372036854775807, got True",
-    ),
-    "unknown-user": (
-        {"user": {**REQUEST["user"], "cohort": 99}},
-        "cohort of user must be an integer from 0 to 7, got 99",
-    ),
-}
+USER = REQUEST["user"]
+BAD_REQUESTS = [
+    ({"candidates": []}, "candidates of the request must be a list of 1 to 10000, got a list of 0"),
+    ({"candidates": [ROW] * 10_001}, "candidates of .* a list of 1 to 10000, got a list of 10001"),
+    ({"history": ROW}, "history of the request must be a list of 0 to 10000, got {"),
+    ({"history": [ROW, 7]}, r"history\[1\] must be an object, got 7"),
+    ({"user": [3]}, r"user of the request must be an object, got a list of 1"),
+    ({"user": {**USER, "cohort": 99}}, "cohort of user must be an integer from 0 to 7, got 99"),
+    ({"user": {**USER, "events": 10**30}}, "events of user must be an .* to 92233.*, got 10{11}"),
+    ({"history": [{"item": 1}]}, r"category of history\[0\] must be an integer .*, got None"),
+    ({"history": [{"item": True}]}, r"item of history\[0\] must be an integer from 0 .*, got True"),
+    ({"history": [{"item": "1" * 9000}]}, r"item of history\[0\] .*, got '1{12}...1{13}'"),
+    ({"candidates": [{**ROW, "item": 10**6}]}, r"item of candidates\[0\] .* to 1499, got 1000000"),
+]
 FEATURES = {
     "cardinalities": {"item": 1500, "category": 30, "cohort": 8, "device": 3},
     "dense_mean": [0.0] * NUM_DENSE_FEATURES,
@@ -479,16 +415,10 @@ def requests() -> Requests:
     return Requests(FEATURES, CPU)
 
 
-@pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_bad_requests_are_refused(requests: Requests, case: str):
-    change, message = BAD_REQUESTS[case]
+@pytest.mark.parametrize(("change", "message"), BAD_REQUESTS)
+def test_bad_requests_are_refused(requests: Requests, change: dict, message: str):
     with pytest.raises(RequestError, match=f"^{message}"):
         requests.check(REQUEST | change)
-
-
-def test_a_request_must_be_an_object(requests: Requests):
-    with pytest.raises(RequestError, match="the request must be an object, got None"):
-        requests.check(None)
 
 
 def test_the_largest_counts_and_ids_are_taken(requests: Requests):
@@ -504,9 +434,7 @@ def test_the_largest_counts_and_ids_are_taken(requests: Requests):
 BAD_FILES = {
     "latin-1": ('{"user": "é"}'.encode("latin-1"), "'utf-8' codec can't decode byte 0xe9"),
     "brackets": (b"[" * 100_000, "maximum recursion depth exceeded"),
-    "objects": (b'{"a":' * 100_000, "maximum recursion depth exceeded"),
     "truncated": (b'{"user": ', "Expecting value: line 1"),
-    "empty": (b"", "Expecting value: line 1"),
     "large": (b" " * (16 * 2**20 + 1), "it has more than 16777216 bytes"),
 }
 
@@ -524,24 +452,15 @@ def test_unreadable_files_are_refused(tmp_path: Path, case: str):
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("digits", ["1" * 5000, "1" + "0" * 30, "-" + "9" * 5000])
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ('"events": 40', "events of user must be an integer from 0 to 9223372036854775807, got '"),
-        ('"item": 971', r"item of history\[0\] must be an integer from 0 to 1499, got '"),
-    ],
-)
-def test_integers_of_many_digits_are_named(
-    tmp_path: Path, requests: Requests, digits: str, field: str, message: str
-):
+def test_integers_of_many_digits_are_named(tmp_path: Path, requests: Requests):
     text = (EXAMPLES / "request.json").read_text()
-    assert text.count(field) == 1
     path = tmp_path / "request.json"
-    path.write_text(text.replace(field, f"{field.split()[0]} {digits}"))
-    with pytest.raises(RequestError, match=message) as error:
-        requests.check(read_request(path))
-    assert len(str(error.value)) < 150
+    for digits in ("1" * 5000, "-" + "9" * 5000):
+        path.write_text(text.replace('"item": 971', f'"item": {digits}'))
+        message = r"item of history\[0\] must be an integer from 0 to 1499, got '"
+        with pytest.raises(RequestError, match=message) as error:
+            requests.check(read_request(path))
+        assert len(str(error.value)) < 150
 
 
 def end_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> int | str:
@@ -557,7 +476,6 @@ def end_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> int | str:
     [
         (["--run=nowhere"], "nowhere holds no checkpoint; make one with train_dlrm.py"),
         (["--request=nowhere.json"], "nowhere.json cannot be read"),
-        (["--request=."], "--request . cannot be read"),
     ],
 )
 def test_unusable_files_end_with_one_line(
@@ -569,22 +487,11 @@ def test_unusable_files_end_with_one_line(
     assert "\n" not in code
 
 
-def test_a_damaged_checkpoint_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "step-1").mkdir()
-    (tmp_path / "step-1" / "run.json").write_text("{}")
-    code = end_of(monkeypatch, f"--run={tmp_path}")
-    expected = "must be an object with features, options, progress, got {}"
-    assert code == f"error: {tmp_path}/step-1/run.json {expected}"
-
-
 BAD_OPTIONS = {
     "--triton x --no-compile": "--triton needs the compiled model, got --no-compile",
     "--times 0": "argument --times: must be an integer from 1 to 1000000, got '0'",
-    "--times 1e30": "argument --times: must be an integer from 1 to 1000000, got '1e30'",
-    "--top -1": "argument --top: must be an integer from 1 to 1000000, got '-1'",
     "--explain -1": "argument --explain: must be an integer from 0 to 10000, got '-1'",
     "--package scorer": "argument --package: must be a file that ends in .pt2, got 'scorer'",
-    "--package folder.pt2": "must be a file, got the folder 'folder.pt2'",
     "--package file/x.pt2": "argument --package: must be a folder that can be written, got 'file'",
     "--tables int4": "argument --tables: invalid choice: 'int4'",
 }
@@ -599,6 +506,5 @@ def test_bad_options_are_named_with_what_was_expected(
 ):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    Path("folder.pt2").mkdir()
     assert end_of(monkeypatch, *options.split()) == 2
     assert BAD_OPTIONS[options] in capsys.readouterr().err.splitlines()[-1]

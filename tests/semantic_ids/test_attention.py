@@ -76,19 +76,6 @@ def test_decoded_rows(num_levels, score, dtype, num_targets, scale, device):
     assert_right(inputs, num_levels, score=score, scale=scale)
 
 
-@pytest.mark.reference
-@pytest.mark.parametrize("score", ["softmax", "silu"])
-def test_gradients_in_fp64(score):
-    inputs = inputs_of([3, 0, 2], dtype=torch.float64, num_codes=4, width=3)
-    leaves = [inputs[name].requires_grad_() for name in ("query", "mean", "basis")]
-
-    def call(query, mean, basis):
-        given = {**inputs, "query": query, "mean": mean, "basis": basis}
-        return jagged_target_attention_over_codes(**given, score=score)
-
-    assert torch.autograd.gradcheck(call, leaves)
-
-
 @pytest.mark.parametrize("num_codes", [1, 5, 40, 100])
 def test_more_or_fewer_codes_than_columns(num_codes, device):
     assert_right(inputs_of(LENGTHS, device, num_codes=num_codes, width=24))

@@ -1,6 +1,5 @@
 """Codes come out of bytes as they went in."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -32,7 +31,7 @@ def test_round_trip(num_levels, num_codes, data):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("num_levels", [3, 5, 7, 15, 17, 255])
+@pytest.mark.parametrize("num_levels", [3, 17, 255])
 def test_round_trip_on_each_device(num_levels, dtype, device):
     ids = PackedCodes(13, num_levels)
     codes = draw_codes(1000, ids, device, dtype)
@@ -61,13 +60,6 @@ def test_a_byte_is_full(num_levels):
     assert num_levels**count <= 256 < num_levels ** (count + 1)
 
 
-def test_no_row(device):
-    ids = PackedCodes(7)
-    packed = ids.pack(torch.empty(0, 7, dtype=torch.int8, device=device))
-    assert packed.shape == (0, 2)
-    assert ids.unpack(packed).shape == (0, 7)
-
-
 def of_all_strides(x):
     """``x`` with strides of other orders, and ones that no element needs."""
     transposed = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device).T
@@ -90,12 +82,6 @@ def test_rows_that_are_not_contiguous(num_codes, dtype, device):
         assert torch.equal(ids.from_int64(other), packed if len(other) == 40 else packed[::2])
 
 
-def test_numbers_of_numpy():
-    ids = PackedCodes(np.uint8(200), np.uint8(5))
-    assert ids == PackedCodes(200, 5)
-    assert (type(ids.num_codes), type(ids.num_levels)) == (int, int)
-
-
 def test_compiled_with_changing_lengths(device):
     ids = PackedCodes(12)
     torch.compiler.reset()
@@ -115,19 +101,6 @@ def test_words_hold_the_bytes(num_codes, device):
     assert torch.equal(ids.from_int64(words.T.contiguous().T), packed)
     first = sum(int(byte) << 8 * at for at, byte in enumerate(packed[0, :8]))
     assert int(words[0, 0]) % 2**64 == first
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((4, 4), ValueError, "num_levels must be odd and 3 to 255, got 4"),
-        ((4, 1), ValueError, "num_levels must be odd and 3 to 255, got 1"),
-        ((4, 257), ValueError, "num_levels must be odd and 3 to 255, got 257"),
-    ],
-)
-def test_wrong_formats_are_named(arguments, error, message):
-    with pytest.raises(error, match=message):
-        PackedCodes(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What ranks fit together is the same on all of them."""
 
 import contextlib
-from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -37,28 +37,6 @@ def fit_rows(device):
     return found, own.basis
 
 
-def test_rows_of_all_ranks_are_fitted_together(tmp_path: Path, backend: str):
-    device = "cuda" if backend == "nccl" else "cpu"
-    (first, own_first), (second, own_second) = run_ranks(fit_rows, tmp_path, backend, ranks=2)
-    rows = draw_rows(370, 6, device, torch.float32)
-    whole = DiscretePCA(6, 14, device=device)
-    errors = whole.fit(rows)
-    with RoundingErrors(torch.float32) as of_mean:
-        mean = rows.double().mean(0)
-    for mine, others in zip(first, second, strict=True):
-        assert torch.equal(mine[0], others[0])
-        assert torch.equal(mine[1], others[1])
-        assert mine[2] == others[2]
-        together = DiscretePCA(6, 14, device=device)
-        together.load_state_dict({"mean": mine[0], "basis": mine[1]})
-        assert_close(together.mean, mean, of_mean)
-        assert error_of(together, rows) < 1.1 * errors[-1]
-    for own, part in zip((own_first, own_second), rows.split(SIZES[-1]), strict=True):
-        alone = DiscretePCA(6, 14, device=device)
-        alone.fit(part)
-        assert torch.equal(own.cpu(), alone.basis.cpu())
-
-
 def train_fusion(device):
     """Codes and losses after a warm-up, a fit and a step with codes, under DDP."""
     torch.manual_seed(dist.get_rank())
@@ -83,14 +61,6 @@ def train_fusion(device):
     return basis, fusion.encode({"text": rows}), losses
 
 
-def test_fusion_trains_and_has_the_same_codes_on_all_ranks(tmp_path: Path, backend: str):
-    first, second = run_ranks(train_fusion, tmp_path, backend, ranks=2)
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
-    assert first[1].any(0).sum() > 1
-    assert first[2] != second[2]  # each has rows of its own
-
-
 def fit_relevance(device):
     generator = torch.Generator().manual_seed(0)
     dwell = torch.rand(600, generator=generator) * 100
@@ -106,8 +76,53 @@ def fit_relevance(device):
     return whole.coefficients, shared.coefficients, shared.counts.sum().item()
 
 
-def test_relevance_of_all_ranks(tmp_path: Path, backend: str):
-    ranks = run_ranks(fit_relevance, tmp_path, backend, ranks=2)
+def fit_all(device):
+    return {
+        "rows": fit_rows(device),
+        "fusion": train_fusion(device),
+        "relevance": fit_relevance(device),
+    }
+
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def fitted(request, tmp_path_factory):
+    """The device, and what each of two ranks has fitted."""
+    ranks = run_ranks(fit_all, tmp_path_factory.mktemp("ranks"), request.param, ranks=2)
+    return "cuda" if request.param == "nccl" else "cpu", ranks
+
+
+def test_rows_of_all_ranks_are_fitted_together(fitted):
+    device, ranks = fitted
+    (first, own_first), (second, own_second) = (of_rank["rows"] for of_rank in ranks)
+    rows = draw_rows(370, 6, device, torch.float32)
+    whole = DiscretePCA(6, 14, device=device)
+    errors = whole.fit(rows)
+    with RoundingErrors(torch.float32) as of_mean:
+        mean = rows.double().mean(0)
+    for mine, others in zip(first, second, strict=True):
+        assert torch.equal(mine[0], others[0])
+        assert torch.equal(mine[1], others[1])
+        assert mine[2] == others[2]
+        together = DiscretePCA(6, 14, device=device)
+        together.load_state_dict({"mean": mine[0], "basis": mine[1]})
+        assert_close(together.mean, mean, of_mean)
+        assert error_of(together, rows) < 1.1 * errors[-1]
+    for own, part in zip((own_first, own_second), rows.split(SIZES[-1]), strict=True):
+        alone = DiscretePCA(6, 14, device=device)
+        alone.fit(part)
+        assert torch.equal(own.cpu(), alone.basis.cpu())
+
+
+def test_fusion_trains_and_has_the_same_codes_on_all_ranks(fitted):
+    first, second = (of_rank["fusion"] for of_rank in fitted[1])
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert first[1].any(0).sum() > 1
+    assert first[2] != second[2]  # each has rows of its own
+
+
+def test_relevance_of_all_ranks(fitted):
+    ranks = [of_rank["relevance"] for of_rank in fitted[1]]
     for whole, shared, _ in ranks:
         assert torch.equal(shared, whole)
         assert whole.any()
