@@ -58,7 +58,7 @@ def fork_server() -> None:
 
 @contextlib.contextmanager
 def started_script(
-    script: Path, *options: str, env: dict[str, str], cwd: Path | None = None
+    script: Path, *options: str, env: dict[str, str]
 ) -> Iterator[tuple[mp.Process, Path, Path]]:
     """A process that runs ``script`` in a session of its own, and the files where it prints."""
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def started_script(
         for path in printed:
             path.touch()
         process = mp.get_context(start_method()).Process(
-            target=_run_script, args=(script, options, env, cwd or Path.cwd(), printed)
+            target=_run_script, args=(script, options, env, Path.cwd(), printed)
         )
         process.start()
         try:
@@ -76,11 +76,9 @@ def started_script(
             process.join()
 
 
-def run_script(
-    script: Path, *options: str, env: dict[str, str], cwd: Path | None = None
-) -> subprocess.CompletedProcess:
+def run_script(script: Path, *options: str, env: dict[str, str]) -> subprocess.CompletedProcess:
     """As ``subprocess.run`` with this Python."""
-    with started_script(script, *options, env=env, cwd=cwd) as (process, *printed):
+    with started_script(script, *options, env=env) as (process, *printed):
         process.join(timeout=120)
         texts = [path.read_text() for path in printed]
     return subprocess.CompletedProcess([script, *options], process.exitcode, *texts)
@@ -92,13 +90,6 @@ def _run_script(
     os.setsid()
     for descriptor, path in enumerate(printed, start=1):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
-    run_in_this_process(script, options, env, cwd)
-
-
-def run_in_this_process(
-    script: Path, options: Sequence[str], env: dict[str, str], cwd: Path
-) -> None:
-    """Run ``script`` as if this process, which is for nothing else, had been started for it."""
     gc.freeze()  # what is imported
     mp.set_start_method(None, force=True)  # not ours: the system's
     os.environ.clear()

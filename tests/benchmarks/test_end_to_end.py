@@ -140,31 +140,6 @@ def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
     assert frame.loc["sum", "note"].isna().all()
 
 
-def test_what_needs_the_memory_alone_is_left_for_another_call(tmp_path, monkeypatch, capsys):
-    real, csv, fits_alone = Training.__init__, tmp_path / "steps.csv", {"padded"}
-    built = []
-
-    def full(training, name, *args, **kwargs):
-        big = name in ("padded", "padded-din")
-        if big and (built or name not in fits_alone):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        real(training, name, *args, **kwargs)
-        built.append(name)
-
-    monkeypatch.setattr(Training, "__init__", full)
-    names = ("--providers", "sum", "padded", "padded-din")
-    frame = run(csv, *names, status=1)
-    assert {*frame["provider"]} == {"sum"}
-    assert "\npadded, padded-din: out of memory beside the others" in capsys.readouterr().out
-    for left, status in ((["padded-din"], 1), ([], 0)):
-        built.clear()
-        frame = run(csv, *names, status=status)
-        assert {"sum", "padded", "padded-din"} - {*frame["provider"]} == {*left}
-    of = frame.set_index("provider")
-    assert_figures_of(of, "padded")
-    assert of.loc["padded-din", "note"].startswith("OutOfMemoryError: CUDA out of memory")
-
-
 def train_losses(
     names: list[str], candidates: int = 1, **environment: str
 ) -> dict[str, list[float]]:

@@ -19,8 +19,6 @@ from specs import TABLES, Table
 
 from tests.benchmarks import made_up_results
 from tests.benchmarks.test_figures import write
-from torchrec_jagged_attn.runtime import dispatch
-from torchrec_jagged_attn.runtime.dispatch import Condition
 from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
 
 CROSSOVER = "<!-- table: crossover -->\n"
@@ -105,31 +103,6 @@ def test_words_for_all_that_is_measured():
     assert {*trained, *(case.rpartition("-")[0] for case in by_epoch)} <= {*specs.LOGS}
 
 
-def test_steps_by_mean_length(results):
-    rows = cells_of(report.figures_table(TABLES["end_to_end"], results))
-    assert rows["pooling"] == [f"{n} events, 8,192 samples" for n in ("200", "1,000", "4,000")]
-    assert rows["sum pooling"] == ["10 (6), 20,480"] * 3
-    assert rows["linear + padded SDPA"] == ["9.5 (5.7), 19,456"] * 2 + ["– ¹"]
-    assert len(rows) == 1 + len(PROVIDERS)
-
-
-def test_several_gpus_and_what_was_not_measured(results):
-    lines = report.figures_table(TABLES["end_to_end_gpus"], results).splitlines()
-    heads, _, one, two = ([*map(str.strip, line.split("|")[1:-1])] for line in lines[:4])
-    assert one[:3] == ["1,000", "1", "whole"]
-    assert two[:3] == ["1,000", "2", "row-wise"]
-    assert two[heads.index("sum pooling")] == "10 (6), 1,638,400"
-    assert len(heads) == 3 + len(PROVIDERS)
-    assert report.figures_table(TABLES["end_to_end_sent"], results) == ""
-    assert report.figures_table(TABLES["end_to_end_requests"], results) == ""
-
-
-def test_curves_end_in_a_table(results):
-    rows = cells_of(report.figures_table(TABLES["end_to_end_quality"], results))
-    assert rows["pooling"] == ["synthetic: AUC", "synthetic: NE"]
-    assert rows["ours"] == ["0.8002", "0.9002"]
-
-
 def test_the_best_of_each_pooling_and_its_difference_to_recency(results):
     rows = cells_of(report.figures_table(TABLES["quality"], results))
     heads = ("AUC", "difference to recency")
@@ -142,14 +115,6 @@ def test_the_best_of_each_pooling_and_its_difference_to_recency(results):
     assert len(rows) == 1 + len(POOLINGS)
 
 
-def test_ways_and_their_budgets(results):
-    rows = cells_of(report.figures_table(TABLES["event_selection"], results))
-    heads = ("NE", "AUC", "training, samples/s")
-    assert rows["events"] == ["budget", *(f"synthetic: {head}" for head in heads)]
-    assert rows["all"] == ["1", "0.6 ± 0", "0.9", "100 (1 ×)"]
-    assert rows["by relevance"] == ["½", "0.5 ± 0", "0.9", "200 (2 ×)"]
-
-
 def test_a_part_of_the_figures_makes_a_part_of_the_table(results):
     path = results / "end_to_end.csv"
     lines = path.read_text().splitlines(keepends=True)
@@ -157,28 +122,6 @@ def test_a_part_of_the_figures_makes_a_part_of_the_table(results):
     rows = cells_of(report.figures_table(TABLES["end_to_end"], results))
     assert [*rows] == ["pooling", "linear + padded SDPA"]
     assert {len(row) for row in rows.values()} == {1}
-
-
-def test_the_table_of_paths_has_the_conditions_of_their_rules(monkeypatch):
-    a, b, c = (Condition(text, bool) for text in "abc")
-    narrow = dispatch.KernelVariant("narrow", (a, b), lambda device: False, device="a Hopper GPU")
-    wide = dispatch.KernelVariant("wide", (b, c), samples="short ones")
-    general = dispatch.KernelVariant("general")
-    monkeypatch.setattr(dispatch, "VARIANTS", (narrow, wide, general), raising=False)
-    assert report.variants_table("runtime.dispatch").splitlines()[2:] == [
-        "| `narrow` | a Hopper GPU | a |",
-        "| `wide` | any | short ones; c |",
-        "| `general` | any | all else |",
-        "",
-        "All but `general` also require: b.",
-    ]
-    monkeypatch.setattr(dispatch, "VARIANTS", {"op": (narrow, general)})
-    assert report.variants_table("runtime.dispatch").splitlines() == [
-        "| op | variant | GPU | calls |",
-        "|---|---|---|---|",
-        "| `op` | `narrow` | a Hopper GPU | a; b |",
-        "| `op` | `general` | any | all else |",
-    ]
 
 
 def test_the_table_of_absorbed_or_materialized_follows_the_rule(monkeypatch):

@@ -26,6 +26,7 @@ from scoring import (
 )
 from serve_dlrm import (
     Scorer,
+    compile_program,
     explain,
     export_scorer,
     load_scorer,
@@ -41,7 +42,7 @@ from train_dlrm import build_model
 
 from tests.processes import run_script
 from tests.runs import assert_same_run
-from tests.torchrec.two_ranks import make_batch, make_model
+from tests.torchrec.two_ranks import NUM_STEPS, make_batch, make_model
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -264,48 +265,47 @@ def test_the_compiled_model_takes_any_candidates_and_history(run: Path, served: 
         assert milliseconds > 0
 
 
-class Both(torch.nn.Module):
-    """A scorer, and a collection of samples: one library of both takes half as long as two."""
+@pytest.mark.gpu
+@packages_load
+def test_compiled_for_a_gpu(run: Path, tmp_path: Path, fake_classes: None):
+    scorer, requests, _ = loaded(run, torch.device("cuda"))
+    quantize_inference_model(scorer)
+    program = export_scorer(scorer, torch.device("cuda"))
+    compiled, exact = compile_program(program, tmp_path / "scorer.pt2"), in_fp64(run, scorer)
+    for shape in SHAPES.values():
+        request = request_of(*shape)
+        assert_scores([scores_of(compiled, requests, request)], exact, [request])
 
-    def __init__(self, scorer: Scorer, collection: torch.nn.Module) -> None:
+
+class Pooled(torch.nn.Module):
+    """What a collection makes of samples."""
+
+    def __init__(self, collection: torch.nn.Module) -> None:
         super().__init__()
-        self.scorer, self.collection = scorer, collection
-        self.keys = make_batch(0, 0).sparse_features.keys()
+        self.collection, self.keys = collection, make_batch(0, 0).sparse_features.keys()
 
-    def forward(self, requests: tuple[Tensor, ...], ids: Tensor, lengths: Tensor) -> list[Tensor]:
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
         samples = KeyedJaggedTensor(self.keys, ids, lengths=lengths.flatten())
-        return [self.scorer(*requests), self.collection(samples).values()]
+        return self.collection(samples).values()
 
 
 @packages_load
 @torch.no_grad()
-def test_compiled_with_a_collection_of_samples(
-    run: Path, device: torch.device, tmp_path: Path, fake_classes: None
-):
-    """Jagged candidates from int8 tables; and one candidate a sample, from those of a training."""
-    scorer, requests, _ = loaded(run, device)
-    quantize_inference_model(scorer)
+def test_compiled_with_a_collection_of_samples(device: torch.device, tmp_path: Path):
+    """One candidate a sample, from the tables of a training."""
     model = make_model(tags=PoolingType.SUM).to(device)
-    both = Both(scorer, model.model.sparse_arch.embedding_bag_collection)
-    made = [request_of(*shape) for shape in SHAPES.values()]
+    pooled = Pooled(model.model.sparse_arch.embedding_bag_collection)
     batches = []
-    for step, request in enumerate(made):
+    for step in range(NUM_STEPS):
         samples = make_batch(step, 0).sparse_features.to(device)
-        lengths = samples.lengths().view(len(both.keys), -1)
-        batches.append((requests.tensors([requests.check(request)]), samples.values(), lengths))
-    expected = [both(*batch) for batch in batches]
+        batches.append((samples.values(), samples.lengths().view(len(pooled.keys), -1)))
     dynamic = torch.export.Dim.DYNAMIC
-    shapes = (({0: dynamic}, {0: dynamic}, {1: dynamic}), {0: dynamic}, {1: dynamic})
-    program = torch.export.export(both, batches[0], dynamic_shapes=shapes, strict=False)
-    path = tmp_path / "both.pt2"
+    shapes = ({0: dynamic}, {1: dynamic})
+    program = torch.export.export(pooled, batches[0], dynamic_shapes=shapes, strict=False)
     with torch._inductor.config.patch(COMPILE_QUICKLY):
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-    compiled, exact = torch._inductor.aoti_load_package(str(path)), in_fp64(run, scorer)
-    for request, batch, (_, of_samples) in zip(made, batches, expected, strict=True):
-        scores, actual = compiled(*batch)
-        own = scores[: len(request["candidates"])].cpu().numpy()
-        assert_scores([own], exact, [request])
-        assert_same_run(actual, of_samples, num_terms=NUM_TERMS)
+        compiled = compile_program(program, tmp_path / "pooled.pt2")
+    for batch in batches:
+        assert_same_run(compiled(*batch), pooled(*batch), num_terms=NUM_TERMS)
 
 
 TRITON_STUB = """

@@ -33,7 +33,6 @@ from events import (
     Events,
     InteractionLog,
     evaluation_batches,
-    training_batches,
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -318,21 +317,6 @@ def test_batch_has_one_id_per_candidate_feature_and_a_half_life_of_weights():
         for weights in torch.split(feature.weights(), feature.lengths().tolist()):
             assert_same_run(weights[2:], 2 * weights[:-2], num_terms=30)
             assert_same_run(weights.sum(), float(len(weights) > 0), num_terms=30)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_each_training_batch_equally(world_size):
-    batches = training_batches(103, 20, seed=0, epoch=0)
-    shares = [
-        training_batches(103, 20, seed=0, epoch=0, rank=rank, world_size=world_size)
-        for rank in range(world_size)
-    ]
-    assert len(batches) == 5
-    assert len(torch.cat(batches).unique()) == 100
-    for batch, *parts in zip(batches, *shares, strict=True):
-        assert {len(part) for part in parts} == {20 // world_size}
-        assert sorted(torch.cat(parts).tolist()) == sorted(batch.tolist())
-    assert not torch.equal(batches[0], training_batches(103, 20, seed=0, epoch=1)[0])
 
 
 @pytest.mark.parametrize("count", [1, 100, 103])
