@@ -276,3 +276,25 @@ def test_flops(name, device):
         torch.autograd.grad(out, leaves, torch.ones_like(out))
     counted = of_forward.get_total_flops(), of_backward.get_total_flops()
     assert counted == FLOPS.get(name, (0, 0))
+
+
+@pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm_jagged_out"])
+def test_flops_of_one_gradient(name, device):
+    operands, others = inputs_of(name, device)
+    out = function_of(name)(**operands | {"x": operands["x"].requires_grad_()}, **others)
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == FLOPS[name][0]
+
+
+@pytest.mark.reference  # alike with any kernels
+@pytest.mark.parametrize("name", FLOPS)
+@pytest.mark.parametrize("fake", [False, True])
+def test_flops_without_values(name, fake):
+    """As if all samples were equally long: of 3 rows."""
+    operands, others = inputs_of(name, torch.device("cpu" if fake else "meta"))
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    with mode, FlopCounterMode(display=False) as counter:
+        function_of(name)(**operands, **others)
+    expected = 4 * 6 * 2 * 32 if name == "causal" else FLOPS[name][0]
+    assert counter.get_total_flops() == expected

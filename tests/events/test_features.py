@@ -62,6 +62,16 @@ def test_gradients_reach_tables_and_weights(device):
     assert events.attributes.weights().grad.any()
 
 
+def test_a_layer_of_another_dtype_than_lookups(device):
+    module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)
+    events = make_events(device)
+    expected = module(events).values()
+    module.compression.double()
+    rows = module(events).values()
+    assert rows.dtype == torch.float64
+    assert_same_run(rows, expected, num_terms=15)
+
+
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
 def test_no_event(lengths, device):
     module = EventBasedFeature(make_tables(), 6, is_weighted=True, device=device)

@@ -518,7 +518,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_histories_may_attend_to_themselves_first(tmp_path, train_here):
-    train_here(f"--out={tmp_path}", "--pooling=attention", "--encoder-layers=1", "--epochs=1")
+    few = ["--users=20", "--batch-size=128", "--epochs=1"]
+    train_here(f"--out={tmp_path}", *few, "--pooling=attention", "--encoder-layers=1")
     assert 0.5 < results(tmp_path)["attention"]["auc"] < 1
 
 
