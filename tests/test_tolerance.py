@@ -1,6 +1,4 @@
-"""The tolerance rule: it holds for any order of sums, and a small fault is over it."""
-
-import itertools
+"""The tolerance rule: an attention of PyTorch is within it, and a small fault is over it."""
 
 import pytest
 import torch
@@ -17,48 +15,6 @@ DTYPES = pytest.mark.parametrize(
 
 def draw(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def one_by_one(terms):
-    """Sums over the first axis, one term after the other in the dtype of the terms."""
-    total = torch.zeros_like(terms[0])
-    for term in terms:
-        total = total + term
-    return total
-
-
-def in_pairs(terms):
-    while len(terms) > 1:
-        terms = F.pad(terms, (0, 0) * (terms.dim() - 1) + (0, len(terms) % 2))
-        terms = terms[::2] + terms[1::2]
-    return terms[0]
-
-
-ORDERS = {
-    "one by one": one_by_one,
-    "backwards": lambda terms: one_by_one(terms.flip(0)),
-    "in pairs": in_pairs,
-    "by size": lambda terms: one_by_one(terms.sort(0)[0]),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "order"),
-    [
-        *itertools.product(["positive", "equal"], ORDERS),
-        *(("random", order) for order in ORDERS if order != "by size"),  # the rule is of no order
-    ],
-)
-@pytest.mark.parametrize("num_terms", [3, 3000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_in_any_order(dtype, order, num_terms, kind):
-    """In fp32 at least, as the package adds up."""
-    x = draw(num_terms, 500, dtype=dtype)
-    x = {"random": x, "positive": x.abs(), "equal": x[:1].abs().expand_as(x)}[kind]
-    with RoundingErrors(dtype) as errors:
-        expected = x.double().sum(0)
-    terms = x.to(torch.promote_types(dtype, torch.float32))
-    assert_close(ORDERS[order](terms).to(dtype), expected, errors)
 
 
 @pytest.mark.usefixtures("tf32")
@@ -80,20 +36,6 @@ def attention(q, k, v, bias, scale=0.25):
     return torch.softmax(q @ k.mT * scale + bias, -1) @ v
 
 
-def attention_by_steps(q, k, v, bias, scale=0.25, step=16):
-    """As kernels do it: tiles of keys, of which weights are rounded; sums in fp32."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    maximum = torch.full((*q.shape[:-1], 1), -torch.inf, dtype=wide)
-    total, acc = torch.zeros_like(maximum), torch.zeros_like(q, dtype=wide)
-    for tile in torch.arange(k.shape[-2]).split(step):
-        scores = q.to(wide) @ k[:, tile].mT.to(wide) * scale + bias[:, tile].to(wide)
-        new = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-        p, rescale = torch.exp(scores - new), torch.exp(maximum - new)
-        total, maximum = total * rescale + p.sum(-1, keepdim=True), new
-        acc = acc * rescale + p.to(q.dtype).to(wide) @ v[:, tile].to(wide)
-    return (acc / total).to(q.dtype)
-
-
 def attention_inputs(dtype, *, heads=3, queries=5, keys=70, width=16):
     shapes = {"q": queries, "k": keys, "v": keys}
     inputs = {n: draw(heads, m, width, dtype=dtype, seed=m) for n, m in shapes.items()}
@@ -101,9 +43,8 @@ def attention_inputs(dtype, *, heads=3, queries=5, keys=70, width=16):
 
 
 @DTYPES
-@pytest.mark.parametrize("function", [attention, attention_by_steps])
-def test_attention_and_its_gradients(function, dtype):
-    assert_matches_oracle(function, attention, attention_inputs(dtype))
+def test_attention_and_its_gradients(dtype):
+    assert_matches_oracle(attention, attention, attention_inputs(dtype))
 
 
 @pytest.mark.parametrize(

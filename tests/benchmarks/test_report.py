@@ -103,18 +103,6 @@ def test_words_for_all_that_is_measured():
     assert {*trained, *(case.rpartition("-")[0] for case in by_epoch)} <= {*specs.LOGS}
 
 
-def test_the_best_of_each_pooling_and_its_difference_to_recency(results):
-    rows = cells_of(report.figures_table(TABLES["quality"], results))
-    heads = ("AUC", "difference to recency")
-    logs = ("MovieLens-1M", "synthetic")
-    assert rows["pooling"] == [f"{log}: {head}" for log in logs for head in heads]
-    # Of the same seeds; the other has one seed.
-    mean = ["0.7005 ± 0.0005", "-0.0095 ± 0.0005", "0.7000", "-0.0100"]
-    assert rows["mean"] == mean
-    assert rows["mean weighted by recency"][:2] == ["0.7100 ± 0.0000", "0.0000 ± 0.0000"]
-    assert len(rows) == 1 + len(POOLINGS)
-
-
 def test_a_part_of_the_figures_makes_a_part_of_the_table(results):
     path = results / "end_to_end.csv"
     lines = path.read_text().splitlines(keepends=True)
