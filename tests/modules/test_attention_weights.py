@@ -36,14 +36,19 @@ def weights_of(module, *, target, history, offsets, **more):
     return module.attention_weights(target, JaggedTensor(history, offsets=offsets), **more).values()
 
 
+OF_SCORES = each_pair(["default", "values", "another-width", "no-recency"], ["silu", "sigmoid"])
+
+
 @pytest.mark.parametrize(
-    ("name", "prior", "targets"), each_pair(OPTIONS, [False, True], [None, 3, 40])
+    ("name", "prior", "targets", "score"),
+    [(*of, "softmax") for of in each_pair(OPTIONS, [False, True], [None, 3, 40])]
+    + [(name, False, 3, score) for name, score in OF_SCORES],
 )
-def test_attention_weights_are_those_of_multihead_attention(name, prior, targets, device):
+def test_attention_weights_are_those_of_multihead_attention(name, prior, targets, score, device):
     dtype = OPTIONS[name].get("dtype", torch.float32)
     skip_unless_supported(Case("weights", 5, 70, 2, 16, dtype=dtype), device)
     lengths = [70, 0, 30, 1, 20]
-    module = make_module(16, 2, device="meta", **OPTIONS[name])
+    module = make_module(16, 2, score=score, device="meta", **OPTIONS[name])
     inputs = make_inputs(module, lengths, device, dtype, targets=targets)
     if prior:
         inputs["prior_weights"] = draw_prior_weights(lengths, device, dtype)
@@ -58,29 +63,8 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
         expected = torch.cat(weights)
     if targets is None:
         expected = expected.squeeze(1)
-    assert_close(weights_of(with_parameters(name, inputs), **inputs, **times), expected, errors)
-
-
-@pytest.mark.parametrize("score", ["silu", "sigmoid"])
-@pytest.mark.parametrize("name", ["default", "values", "another-width", "no-recency"])
-def test_attention_weights_of_other_scores(name, score, device):
-    module = make_module(16, 2, score=score, device="meta", **OPTIONS[name])
-    inputs = make_inputs(module, [70], device, targets=3)
-    exact = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
-    weights = []
-    with RoundingErrors(torch.float32) as errors:
-        attend_by_sample(module, **exact, weights=weights)
-    (expected,) = weights
-    assert_close(weights_of(with_parameters(name, inputs, score=score), **inputs), expected, errors)
-
-
-def test_attention_weights_have_the_lengths_of_the_history_and_no_gradient(device):
-    module = JaggedTargetAttention(16, 2, init="mha").to(device)
-    target, history = example(module, [5, 0, 40], device)
-    weights = module.attention_weights(target.requires_grad_(), history)
-    assert weights.lengths().tolist() == [5, 0, 40]
-    assert weights.values().shape == (45, 3, 2)
-    assert not weights.values().requires_grad
+    trained = with_parameters(name, inputs, score=score)
+    assert_close(weights_of(trained, **inputs, **times), expected, errors)
 
 
 def test_attention_weights_are_computed_in_fp32(device):
@@ -89,7 +73,10 @@ def test_attention_weights_are_computed_in_fp32(device):
     target, history = example(module, [5, 0, 40], device)
     rows = history.values().half()
     exact = JaggedTensor(rows.float(), lengths=history.lengths())
-    expected = module.attention_weights(target, exact).values()
+    weights = module.attention_weights(target.requires_grad_(), exact)
+    assert weights.lengths().tolist() == [5, 0, 40]
+    assert not weights.values().requires_grad
+    expected = weights.values()
     assert expected.dtype == torch.float32
     with torch.autocast(device.type, torch.bfloat16):
         weights = module.attention_weights(target, exact).values()
@@ -135,13 +122,3 @@ def test_attention_weights_compile_once_for_all_batches(device):
         expected = module.attention_weights(*arguments).values()
         torch.testing.assert_close(compiled(*arguments).values(), expected, rtol=0, atol=0)
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 70, 1, 0]], ids=str)
-def test_attention_weights_at_edges(lengths, device):
-    for num_targets in (0, 2):
-        module = JaggedTargetAttention(16, 2, device="meta")
-        inputs = make_inputs(module, lengths, device, targets=num_targets)
-        weights = weights_of(with_parameters("default", inputs), **inputs)
-        assert weights.shape == (sum(lengths), num_targets, 2)
-        assert torch.isfinite(weights).all()

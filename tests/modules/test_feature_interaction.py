@@ -76,16 +76,6 @@ def test_is_the_formula(activation, fused, dtype, targets, device):
     assert_matches_oracle(function, oracle, inputs_of(targets, device, dtype))
 
 
-@pytest.mark.reference  # kernels compute no fp64
-@ALL_TARGETS
-def test_fused_is_composed(targets):
-    """In fp64 they differ by nothing but fp64's rounding, gradients included."""
-    oracle = functools.partial(formula, "softmax")
-    for fused in (True, False):
-        function = functools.partial(run, JaggedFeatureInteraction(fused=fused))
-        assert_matches_oracle(function, oracle, inputs_of(targets, dtype=torch.float64))
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("lengths", [[0, 0, 0], []], ids=str)
 def test_without_features(activation, lengths, device):
@@ -105,10 +95,9 @@ def test_scale_is_told():
     assert "scale=0.25" in repr(told)
 
 
-@ALL_TARGETS
 @ALL_WAYS
-def test_without_width(activation, fused, targets, device):
-    inputs = inputs_of(targets, device, width=0)
+def test_without_width(activation, fused, device):
+    inputs = inputs_of(TARGETS["jagged"], device, width=0)
     module = JaggedFeatureInteraction(activation, fused=fused)
     results = outputs_and_gradients(
         functools.partial(run, module), inputs, torch.ones_like(inputs["targets"])
@@ -117,10 +106,9 @@ def test_without_width(activation, fused, targets, device):
     assert results["features"].shape == (sum(LENGTHS), 0)
 
 
-@pytest.mark.parametrize("targets", [5, TARGETS["jagged"]], ids=["five", "jagged"])
 @ALL_WAYS
-def test_is_exported(activation, fused, targets):
-    inputs = inputs_of(targets)
+def test_is_exported(activation, fused):
+    inputs = inputs_of(TARGETS["jagged"])
     module = JaggedFeatureInteraction(activation, fused=fused)
     exported = torch.export.export(
         _OfTensors(module), tuple(inputs.values()), strict=False
@@ -152,40 +140,41 @@ def test_errors_of_arguments(kwargs, message):
         JaggedFeatureInteraction(**kwargs)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"targets": torch.zeros(5, 24)},
-            ValueError,
-            r"targets must have shape \[B, D\] = \[6, 24",
-        ),
-        ({"targets": torch.zeros(6, 2, 8)}, ValueError, r"\[B, T, D\] = \[6, any, 24\], got"),
-        ({"targets": torch.zeros(6, 24).half()}, TypeError, "targets must be torch.float32"),
+ERRORS = {
+    ValueError: [
+        ({"targets": torch.zeros(5, 24)}, r"targets must have shape \[B, D\] = \[6, 24"),
+        ({"targets": torch.zeros(6, 2, 8)}, r"\[B, T, D\] = \[6, any, 24\], got"),
         (
             {"target_offsets": torch.tensor([0, 6])},
-            ValueError,
             r"targets.offsets\(\) must have shape \[B \+ 1\] = \[7\]",
         ),
         (
             {"offsets": torch.tensor([0, 3, 3, 68, 69, 369, 368])},
-            ValueError,
             r"features.offsets\(\) must end at the 369 rows",
         ),
         (
             {"target_offsets": torch.tensor([0, 1, 2, 3, 4, 6, 5])},
-            ValueError,
             r"targets.offsets\(\) must end at the 6 rows",
         ),
+        ({"features": torch.zeros(369)}, r"features.values\(\) must have shape"),
+    ],
+    TypeError: [
+        ({"targets": torch.zeros(6, 24).half()}, "targets must be torch.float32"),
+        ({"targets": [0.0] * 6}, "targets must be a Tensor or a JaggedTensor, got a li"),
+        ({"features": torch.zeros(369, 24).long()}, "features must be one of"),
+    ],
+    NotImplementedError: [
         (
             {"targets": torch.zeros(6, 513), "features": torch.zeros(369, 513)},
-            NotImplementedError,
             "features must have a width of 1 to 512, got 513",
         ),
-        ({"targets": [0.0] * 6}, TypeError, "targets must be a Tensor or a JaggedTensor, got a li"),
-        ({"features": torch.zeros(369)}, ValueError, r"features.values\(\) must have shape"),
-        ({"features": torch.zeros(369, 24).long()}, TypeError, "features must be one of"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("error", "change", "message"),
+    [(error, *case) for error, cases in ERRORS.items() for case in cases],
 )
 def test_errors_name_the_argument(change, error, message):
     with pytest.raises(error, match=message):
@@ -198,11 +187,10 @@ def test_features_must_be_jagged():
 
 
 @ALL_WAYS
-@ALL_TARGETS
-def test_autocast(activation, fused, targets, device):
+def test_autocast(activation, fused, device):
     """Targets of a layer have its dtype, and features that of tables."""
     module = JaggedFeatureInteraction(activation, fused=fused)
-    inputs = inputs_of(targets, device)
+    inputs = inputs_of(TARGETS["five"], device)
     inputs["targets"] = inputs["targets"].half()
 
     def function(**inputs):

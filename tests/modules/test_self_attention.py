@@ -9,10 +9,11 @@ from torch.func import functional_call
 from torchrec import JaggedTensor
 
 from tests.cases import Case, offsets_of
+from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from tests.runs import assert_same_run
 from tests.tolerance import assert_matches_oracle
-from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention, JaggedTargetAttention
+from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention
 
 LENGTHS = torch.tensor([3, 0, 17, 1, 70])
 
@@ -86,41 +87,47 @@ def layer_peer(parameters, x, mask):
     return functional_call(layer, parameters, (x[None], mask), strict=True)[0]
 
 
-@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "plain"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_is_multihead_attention(bias, causal, recency_bias, device):
-    module = JaggedSelfAttention(16, 2, causal=causal, bias=bias, recency_bias=recency_bias)
-    peer = partial(run_by_sample, partial(attention_peer, bias), 2, causal)
-    assert_matches_oracle(partial(run, module), peer, make_inputs(module, device))
+LAYERS = {
+    "attention": (JaggedSelfAttention, partial(attention_peer, True)),
+    "attention without bias": (
+        partial(JaggedSelfAttention, bias=False),
+        partial(attention_peer, False),
+    ),
+    "encoder layer": (HistoryEncoderLayer, layer_peer),
+}
+MASKS = {
+    "full": {"causal": False},
+    "causal": {"causal": True},
+    "window of 1": {"causal": True, "window": 1},
+    "window of 5": {"causal": True, "window": 5},
+    "window of 64": {"causal": True, "window": 64},
+}
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_is_transformer_encoder_layer(causal, device):
-    module = HistoryEncoderLayer(16, 2, causal=causal)
-    peer = partial(run_by_sample, layer_peer, 2, causal)
-    assert_matches_oracle(partial(run, module), peer, make_inputs(module, device))
-
-
-@pytest.mark.parametrize("recency_bias", [True, False], ids=["recency", "plain"])
-@pytest.mark.parametrize("window", [1, 5, 64])
 @pytest.mark.parametrize(
-    ("make", "peer"),
-    [(JaggedSelfAttention, partial(attention_peer, True)), (HistoryEncoderLayer, layer_peer)],
+    ("layer", "mask", "recency_bias", "prior"),
+    each_pair(LAYERS, MASKS, [True, False], [False, True]),
 )
-def test_window(make, peer, window, recency_bias, device):
-    module = make(16, 2, causal=True, window=window, recency_bias=recency_bias)
-    peer = partial(run_by_sample, peer, 2, True, window=window)
-    assert_matches_oracle(partial(run, module), peer, make_inputs(module, device))
+def test_is_the_layer_of_torch(layer, mask, recency_bias, prior, device):
+    make, peer = LAYERS[layer]
+    module = make(16, 2, recency_bias=recency_bias, **MASKS[mask])
+    inputs = make_inputs(module, device)
+    if prior:
+        generator = torch.Generator().manual_seed(1)
+        weights = 3 * torch.rand(len(inputs["rows"]), generator=generator)
+        if mask in ("full", "causal"):  # the oldest row stays, so that each row sees one
+            weights[1::3] = 0
+            weights[inputs["offsets"][:-1][LENGTHS.to(device) > 0].cpu()] = 1
+        inputs["prior_weights"] = weights.to(device)
+    peer = partial(run_by_sample, peer, 2, **MASKS[mask])
+    assert_matches_oracle(partial(run, module), peer, inputs)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    ("make", "peer"),
-    [(JaggedSelfAttention, partial(attention_peer, True)), (HistoryEncoderLayer, layer_peer)],
-)
-def test_half_precision_of_the_width_that_hopper_takes(make, peer, causal, device):
+@pytest.mark.parametrize("layer", ["attention", "encoder layer"])
+def test_half_precision_of_the_width_that_hopper_takes(layer, causal, device):
     skip_unless_supported(Case("half", 5, 70, 2, 64, dtype=torch.bfloat16), device)
+    make, peer = LAYERS[layer]
     module = make(128, 2, causal=causal, recency_bias=False)
     peer = partial(run_by_sample, peer, 2, causal)
     inputs = make_inputs(module, device, torch.bfloat16, width=128)
@@ -138,36 +145,9 @@ def test_state_dicts_move_either_way():
     layer.load_state_dict(encoder.state_dict())
 
 
-def test_layers_stack_before_the_target_attention(device):
-    encoder = nn.Sequential(*(HistoryEncoderLayer(16, 2, dropout=0.1) for _ in range(2))).to(device)
-    attention = JaggedTargetAttention(16, 2).to(device)
-    lengths = LENGTHS.to(device)
-    rows = torch.randn(int(LENGTHS.sum()), 16, device=device, requires_grad=True)
-    history = JaggedTensor(rows, lengths=lengths)
-    out = attention(torch.randn(5, 16, device=device), encoder(history))
-    out.square().sum().backward()
-    assert out.shape == (5, 16)
-    assert rows.grad.abs().sum() > 0
-    for name, parameter in encoder.named_parameters():
-        assert parameter.grad is not None, name
-
-
 def test_starts_with_a_bias_that_falls_with_distance():
     table = JaggedSelfAttention(16, 2).recency_bias.position_weight
     assert torch.all(table[1:] < table[:-1])
-
-
-def test_a_row_sees_no_further_than_the_windows_of_all_layers(device):
-    layers = [HistoryEncoderLayer(16, 2, causal=True, window=4) for _ in range(2)]
-    encoder = nn.Sequential(*layers).to(device)
-    rows = torch.randn(20, 16, device=device)
-    lengths = torch.tensor([20], device=device)
-    outs = []
-    for first in (rows[0], -rows[0]):
-        history = JaggedTensor(torch.cat([first[None], rows[1:]]), lengths=lengths)
-        outs.append(encoder(history).values())
-    torch.testing.assert_close(outs[0][7:], outs[1][7:], rtol=0, atol=0)
-    assert (outs[0][:7] != outs[1][:7]).any(1).all()
 
 
 def test_no_rows_at_all(device):
@@ -187,24 +167,6 @@ def test_autocast_gives_its_dtype():
     with torch.autocast("cpu", torch.float16):
         assert module(history).values().dtype == torch.float16
     assert module(history).values().dtype == torch.float32
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    ("make", "peer"),
-    [(JaggedSelfAttention, partial(attention_peer, True)), (HistoryEncoderLayer, layer_peer)],
-)
-def test_prior_weights(make, peer, causal, device):
-    """The oldest row of a sample stays, so that each row sees one, also where it is causal."""
-    module = make(16, 2, causal=causal)
-    inputs = make_inputs(module, device)
-    generator = torch.Generator().manual_seed(1)
-    weights = 3 * torch.rand(len(inputs["rows"]), generator=generator)
-    weights[1::3] = 0
-    weights[inputs["offsets"][:-1][LENGTHS.to(device) > 0].cpu()] = 1
-    inputs["prior_weights"] = weights.to(device)
-    peer = partial(run_by_sample, peer, 2, causal)
-    assert_matches_oracle(partial(run, module), peer, inputs)
 
 
 def test_a_removed_row_reaches_no_other(device):

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.combinations import each_pair
 from tests.modules.target_attention_inputs import make_module
 from torchrec_jagged_attn import (
     HistoryEncoderLayer,
@@ -20,7 +21,10 @@ from torchrec_jagged_attn.semantic_ids import DiscretePCA
 pytestmark = pytest.mark.reference  # alike with any kernels
 
 
-@pytest.fixture(params=["meta", "fake", "of real parameters"])
+MODES = ["meta", "fake", "of real parameters"]
+
+
+@pytest.fixture(params=MODES)
 def mode(request):
     """A device, and a mode for what is made before inputs are, and for the call."""
     is_meta, is_real = request.param == "meta", request.param == "of real parameters"
@@ -55,16 +59,16 @@ def assert_pools(module, target, device, **others):
     assert of_target.shape == rows.shape
 
 
-@pytest.mark.parametrize("target", TARGETS)
+OPTIONS = [
+    {},
+    {"keys_and_values": "materialized", "age_bias": True},
+    {"keys_and_values": "absorbed", "dropout": 0.1, "row_dropout": 0.1},
+    {"score": "silu"},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"keys_and_values": "materialized", "age_bias": True},
-        {"keys_and_values": "absorbed", "dropout": 0.1, "row_dropout": 0.1},
-        {"score": "silu"},
-    ],
-    ids=str,
+    ("options", "target", "mode"), each_pair(OPTIONS, TARGETS, MODES), ids=str, indirect=["mode"]
 )
 def test_target_attention(options, target, mode):
     device, around, inside = mode
@@ -98,8 +102,9 @@ def test_attention_weights(is_packed, score, mode):
         assert attention(target, history, times).shape == (3, 5, 8)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("fused", "target", "mode"), each_pair([True, False], TARGETS, MODES), indirect=["mode"]
+)
 def test_feature_interaction(fused, target, mode):
     device, _, inside = mode
     with inside:
