@@ -69,10 +69,6 @@ SCENARIOS = {
         [table("t_user", "user"), table("t_item", "hist", "item"), table("t_tag", "tags")],
         [TargetAttentionConfig("item", "hist")],
     ),
-    "own-tables": Scenario(
-        [table("t_hist", "hist"), table("t_user", "user", width=12), table("t_item", "item")],
-        [TargetAttentionConfig("item", "hist", num_heads=1)],
-    ),
     "nothing-else": Scenario(
         [table("t_item", "item", "hist")], [TargetAttentionConfig("item", "hist", num_heads=8)]
     ),
@@ -169,13 +165,6 @@ SCENARIOS = {
             TargetAttentionConfig("tag", "tags", num_heads=2),
         ],
     ),
-    "timestamps": Scenario(
-        [table("t_item", "item", "hist", "clicks"), table("t_user", "user")],
-        [
-            TargetAttentionConfig("item", "hist", timestamps="hist_times"),
-            TargetAttentionConfig("item", "clicks", timestamps="click_times", num_heads=2),
-        ],
-    ),
     "request-time": Scenario(
         [table("t_item", "item", "hist", "clicks"), table("t_user", "user")],
         [
@@ -203,8 +192,7 @@ SCENARIOS = {
 }
 
 LENGTHS = {
-    "mixed": [3, 0, 1, 7, 0, 0, 20],
-    "empty-ends": [0, 2, 5, 0],
+    "mixed": [0, 3, 0, 1, 7, 0, 0, 20, 0],
     "one-sample": [4],
     "all-empty": [0, 0, 0],
 }

@@ -113,13 +113,6 @@ def test_tables_and_their_optimizer_go_on(tmp_path: Path, backend: str):
         assert (value >= optimizers[1][name]).all(), name  # sums of squares go on
 
 
-def compile_lookups(model: nn.Module) -> nn.Module:
-    lookups = collection_of(model).embedding_collections
-    for width in lookups:
-        lookups[width] = torch.compile(lookups[width])
-    return model
-
-
 def compile_parts(model: nn.Module) -> nn.Module:
     """All lookups together, and a table of one."""
     collection = collection_of(model)
@@ -138,12 +131,8 @@ def checkpoint_collection(model: nn.Module) -> nn.Module:
 WRAPPERS = {
     "none": [],
     "DDP": [DistributedDataParallel],
-    "torch.compile": [torch.compile],
-    "checkpoint_wrapper": [checkpoint_wrapper],
     "checkpoint_wrapper of the collection": [checkpoint_collection],
-    "torch.compile of lookups": [compile_lookups],
     "torch.compile of parts": [compile_parts],
-    "torch.compile in DDP": [torch.compile, DistributedDataParallel],
     "DDP in torch.compile": [checkpoint_wrapper, DistributedDataParallel, torch.compile],
     "FSDP": [lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"))],
 }

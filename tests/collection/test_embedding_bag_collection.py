@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec.fx import symbolic_trace
-from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -26,7 +24,6 @@ from tests.collection.scenarios import (
     PAIRS,
     SCENARIOS,
     Scenario,
-    attention_parameters,
     check_against_oracle,
     check_that_nothing_waits,
     keys_of,
@@ -36,15 +33,12 @@ from tests.collection.scenarios import (
     table_weights,
     to_features,
 )
-from tests.rounding import RoundingErrors
-from tests.tolerance import assert_close
 from torchrec_jagged_attn import (
     EncoderConfig,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
-from torchrec_jagged_attn.collection import pooling
 from torchrec_jagged_attn.flash_attention import extension
 
 SCENARIOS |= {
@@ -59,8 +53,17 @@ SCENARIOS["single-ids-weighted"] = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", SCENARIOS)
+OF_EDGES = [
+    *("shared-table", "features-in-two-tables", "newest-rows", "weighted", "request-time"),
+    *("projected", "single-ids", "different-widths-single-lookup"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [(name, "mixed") for name in SCENARIOS]
+    + [(name, lengths) for name in OF_EDGES for lengths in ("one-sample", "all-empty")],
+)
 def test_values_and_gradients(name: str, lengths: str, device: torch.device):
     scenario = SCENARIOS[name]
     # The gradient of one short sample is few numbers, and would be held against their luck.
@@ -70,9 +73,8 @@ def test_values_and_gradients(name: str, lengths: str, device: torch.device):
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_output_is_laid_out_as_by_embedding_bag_collection(name: str, dtype: torch.dtype):
-    scenario = SCENARIOS[name]
+def test_output_is_laid_out_as_by_embedding_bag_collection(name: str):
+    scenario, dtype = SCENARIOS[name], torch.int32  # of lengths
     batch = make_batch(scenario, LENGTHS["mixed"])
     collection = make_collection(scenario)
     expected = EmbeddingBagCollection(scenario.tables)(to_features(batch, dtype=dtype))
@@ -111,54 +113,6 @@ def test_composition(name: str):
         assert {t.name for t in bags} == {t.name for t in scenario.tables} - in_sequences
 
 
-@pytest.mark.parametrize("model_type", [DLRM, DLRM_DCN])
-def test_takes_the_place_of_an_embedding_bag_collection_in_dlrm(model_type: type[DLRM]):
-    scenario = Scenario(
-        [
-            table("t_user", "user"),
-            table("t_item", "bought", "item", "hist"),
-            table("t_tag", "tags"),
-        ],
-        [TargetAttentionConfig("item", "hist")],
-    )
-    arguments = {
-        "dense_in_features": 3,
-        "dense_arch_layer_sizes": [8],
-        "over_arch_layer_sizes": [16, 1],
-    }
-    if model_type is DLRM_DCN:
-        arguments |= {"dcn_num_layers": 2, "dcn_low_rank_dim": 4}
-    collection = make_collection(scenario)
-    model = model_type(collection, **arguments)
-    features = to_features(make_batch(scenario, LENGTHS["mixed"]))
-    batch_size = len(LENGTHS["mixed"])
-    logits = model(torch.randn(batch_size, 3), features)
-    assert logits.shape == (batch_size, 1)
-    sparse = model.sparse_arch(features)
-    torch.testing.assert_close(sparse.flatten(1), collection(features).values(), rtol=0, atol=0)
-    logits.sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().sum() > 0, name
-
-
-def test_reads_jagged_tensors_that_are_views():
-    """Lookups of a sharded collection are slices of one tensor, with nothing but lengths."""
-    scenario = SCENARIOS["pooled-neighbours"]
-    collection = make_collection(scenario)
-    features = to_features(make_batch(scenario, LENGTHS["mixed"]))
-    expected = collection(features)
-    (lookup,) = collection.embedding_collections.values()
-    sliced = {}
-    for name, sequence in lookup(features).items():
-        rows, lengths = sequence.values(), sequence.lengths()
-        poisoned = torch.full((len(rows) + 5, rows.shape[1] + 3), torch.nan)
-        poisoned[2:-3, 1:-2] = rows
-        sliced[name] = JaggedTensor(poisoned[2:-3, 1:-2], lengths=lengths.repeat(2)[len(lengths) :])
-    actual = collection.pooling(features, [sliced], collection.embedding_bag_collection(features))
-    assert torch.equal(actual.values(), expected.values())
-
-
 ENCODED = Scenario(
     [table("t_item", "item", "hist"), table("t_user", "user")],
     [
@@ -174,7 +128,7 @@ ENCODED = Scenario(
 
 
 @pytest.mark.parametrize("candidates", ["one", "jagged"])
-@pytest.mark.parametrize("name", [*SCENARIOS, "encoded"])
+@pytest.mark.parametrize("name", [*OF_EDGES, "encoded"])
 def test_no_sample_at_all(name: str, candidates: str, device: torch.device):
     scenario = dataclasses.replace((SCENARIOS | {"encoded": ENCODED})[name], candidates=candidates)
     collection = make_collection(scenario, device)
@@ -193,14 +147,9 @@ def test_no_sample_at_all(name: str, candidates: str, device: torch.device):
 @pytest.mark.parametrize(
     ("name", "candidates"),
     [
-        ("several-pairs", "one"),
-        ("features-in-two-tables", "jagged"),
-        ("weighted", "one"),
-        ("timestamps", "jagged"),
+        ("weighted", "jagged"),
         ("encoded", "one"),
-        ("encoded", "jagged"),
         ("single-ids-weighted", "one"),
-        ("single-ids", "jagged"),
     ],
 )
 def test_scripted(name: str, candidates: str, device: torch.device):
@@ -253,7 +202,7 @@ def test_the_default_device_may_be_another(monkeypatch: pytest.MonkeyPatch, comp
 
 @pytest.mark.parametrize("mode", ["meta", "fake"])
 @pytest.mark.parametrize("candidates", ["one", "jagged"])
-@pytest.mark.parametrize("name", [*SCENARIOS, "encoded"])
+@pytest.mark.parametrize("name", [*OF_EDGES, "encoded"])
 def test_shapes_without_values(name: str, candidates: str, mode: str):
     """Of as many ids of each key as there are samples."""
     scenario = dataclasses.replace((SCENARIOS | {"encoded": ENCODED})[name], candidates=candidates)
@@ -293,15 +242,6 @@ def test_ids_on_meta_are_taken_for_one_of_each_key_in_each_sample():
     assert collection(features).values().shape == expected.shape == (2, 24)
 
 
-def test_state_dict_round_trip():
-    scenario = SCENARIOS["several-pairs"]
-    features = to_features(make_batch(scenario, LENGTHS["mixed"]))
-    first, second = make_collection(scenario, seed=0), make_collection(scenario, seed=1)
-    assert not torch.equal(first(features).values(), second(features).values())
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(first(features).values(), second(features).values())
-
-
 def test_tables_keep_every_field_they_share():
     class Marked:
         def __call__(self, weight: Tensor) -> Tensor:
@@ -331,13 +271,6 @@ def test_tables_keep_every_field_they_share():
     assert (weight == 0.5).all()
 
 
-def test_attentions_drop_what_the_config_says():
-    config = TargetAttentionConfig("item", "hist", row_dropout=0.1, dropout=0.2)
-    collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
-    (attention,) = collection.pooling.attentions
-    assert (attention.row_dropout, attention.dropout) == (0.1, 0.2)
-
-
 def test_table_without_feature_names_serves_its_own_name():
     collection = TargetAttentionEmbeddingBagCollection(
         [table("item"), table("hist"), table("user")], [TargetAttentionConfig("item", "hist")]
@@ -361,42 +294,6 @@ def test_embedding_parameters_are_the_tables_alone():
     assert {id(weight) for weight in weights} == {id(weight) for weight in expected}
 
 
-def test_meta_device():
-    """Built on meta and then filled by DistributedModelParallel's rule: module by module."""
-    scenario = SCENARIOS["shared-table"]
-    collection = TargetAttentionEmbeddingBagCollection(
-        scenario.tables, scenario.attentions, device=torch.device("meta")
-    )
-    assert collection.device == torch.device("meta")
-    assert {parameter.device.type for parameter in collection.parameters()} == {"meta"}
-
-    def fill(module: nn.Module) -> None:
-        own = dict(module.named_parameters(recurse=False))
-        for name, parameter in own.items():
-            fresh = torch.full_like(parameter, torch.nan, device="cpu")
-            module.register_parameter(name, nn.Parameter(fresh))
-        if own:
-            module.reset_parameters()
-
-    collection.apply(fill)
-    pooled = collection(to_features(make_batch(scenario, LENGTHS["mixed"])))
-    assert pooled.values().isfinite().all()
-    started = TargetAttentionEmbeddingBagCollection(scenario.tables, scenario.attentions)
-    for name in ("q_proj_weight", "in_proj_bias", "recency_bias.position_weight"):
-        actual = attention_parameters(collection)[f"0.{name}"]
-        assert torch.equal(actual, attention_parameters(started)[f"0.{name}"]), name
-
-
-@pytest.mark.parametrize("name", ["several-pairs", "nothing-else", "timestamps", "single-ids"])
-def test_fx_traces_around_the_pooling(name: str):
-    scenario = SCENARIOS[name]
-    collection = make_collection(scenario)
-    traced = symbolic_trace(collection, leaf_modules=[type(collection.pooling).__name__])
-    for seed, lengths in enumerate(LENGTHS.values()):
-        features = to_features(make_batch(scenario, lengths, seed))
-        assert torch.equal(traced(features).values(), collection(features).values())
-
-
 @pytest.mark.gpu
 def test_lengths_are_read_on_cuda_only_when_asked(monkeypatch: pytest.MonkeyPatch):
     cuda = torch.device("cuda")
@@ -412,36 +309,6 @@ def test_lengths_are_read_on_cuda_only_when_asked(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_nothing_after_the_lookups_waits_for_the_device(name: str):
     check_that_nothing_waits(SCENARIOS[name], make_batch(SCENARIOS[name], LENGTHS["mixed"]))
-
-
-def test_older_rows_are_not_looked_up(device: torch.device):
-    scenario = SCENARIOS["newest-rows"]
-    collection = make_collection(scenario, device)
-    lengths = LENGTHS["mixed"]
-    seen = []
-    collection.embedding_collections["8"].register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0])
-    )
-    features = to_features(make_batch(scenario, lengths), device)
-    collection(features)
-    (looked_up,) = seen
-    assert looked_up.keys() == features.keys()
-    for key in features.to_dict():
-        limit = {"hist": 3, "cats": 3, "time": 3, "clicks": 1}.get(key, 100)
-        expected, actual = features[key].to_dense(), looked_up[key].to_dense()
-        for old, new in zip(expected, actual, strict=True):
-            assert torch.equal(new, old[-limit:]), key
-
-
-def test_names_of_features_are_made_once_for_each_collection(monkeypatch: pytest.MonkeyPatch):
-    counted, made = [], pooling.get_embedding_names_by_table
-    monkeypatch.setattr(
-        pooling,
-        "get_embedding_names_by_table",
-        lambda tables: counted.append(tables) or made(tables),
-    )
-    make_collection(SCENARIOS["different-widths"])
-    assert len(counted) == 5  # all tables, those of three widths, and those of bags
 
 
 def looked_up(
@@ -523,24 +390,6 @@ def test_rows_of_single_ids_are_what_pooling_gives(dtype: torch.dtype, is_weight
     assert torch.equal(actual.values(), expected.values())
 
 
-def test_a_single_lookup_is_of_all_tables_as_wide_as_an_attended_one():
-    tables = [
-        *(table("t_user", "user"), table("t_item", "item", "hist")),
-        *(table("t_wide", "wide", width=12), table("t_tag", "tags")),
-    ]
-    bags = EmbeddingBagCollection(tables)
-    collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(
-        bags, TargetAttentionConfig("item", "hist"), single_lookup=True
-    )
-    assert list(collection.embedding_collections) == ["8"]
-    keys = collection.table_keys()
-    assert [*collection.embedding_collections["8"].embeddings] == ["t_user", "t_item", "t_tag"]
-    assert [*collection.embedding_bag_collection.embedding_bags] == ["t_wide"]
-    assert {name: collection.state_dict()[key].data_ptr() for name, key in keys.items()} == {
-        name: bag.weight.data_ptr() for name, bag in bags.embedding_bags.items()
-    }
-
-
 class CountOps(TorchDispatchMode):
     """Counts the ops that run."""
 
@@ -576,21 +425,9 @@ def test_more_features_are_no_more_work_for_the_host(table_of: Callable[[str], s
     assert num_ops(20) == num_ops(2)
 
 
-def test_gradients_of_weights(device: torch.device):
-    """Of a pooled row: its product with the gradient."""
-    collection = make_collection(SCENARIOS["weighted"], device)
-    features = to_features(make_batch(SCENARIOS["weighted"], [2, 0, 3]), device, is_weighted=True)
-    features.weights().requires_grad_()
-    collection(features)["bought"].sum().backward()
-    rows = table_weights(collection)["t_item"][features["bought"].values()]
-    begin = features.offset_per_key()[features.keys().index("bought")]
-    with RoundingErrors(torch.float32) as errors:
-        expected = rows.detach().double().sum(1)
-    assert_close(features.weights().grad[begin : begin + len(rows)], expected, errors)
-
-
 @pytest.mark.reference  # kernels compute no fp64
-def test_gradients_of_weights_of_attended_rows():
+def test_gradients_of_weights():
+    """Of rows that are attended, and of those that are pooled beside them."""
     collection = make_collection(SCENARIOS["weighted"])
     features = to_features(make_batch(SCENARIOS["weighted"], [2, 0, 3]), is_weighted=True)
     _, sequences, bags = looked_up(collection, features)
@@ -598,13 +435,14 @@ def test_gradients_of_weights_of_attended_rows():
         {name: JaggedTensor(x.values().double(), lengths=x.lengths()) for name, x in rows.items()}
         for rows in sequences
     ]
+    bags = KeyedTensor(bags.keys(), bags.length_per_key(), bags.values().double())
     collection.double()
 
     def pooled(weights: Tensor) -> Tensor:
         weighted = KeyedJaggedTensor(
             features.keys(), features.values(), weights, lengths=features.lengths()
         )
-        return collection.pooling(weighted, sequences, bags)["hist"]
+        return collection.pooling(weighted, sequences, bags).values()
 
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(features.values().numel(), dtype=torch.float64, generator=generator) + 0.5
@@ -618,8 +456,6 @@ def test_one_attention_needs_no_list():
     torch.manual_seed(0)
     alone = TargetAttentionEmbeddingBagCollection([ITEM], PAIR)
     assert torch.equal(alone(features).values(), listed(features).values())
-    with pytest.raises(TypeError, match="attentions must hold TargetAttentionConfigs, got a str"):
-        TargetAttentionEmbeddingBagCollection([ITEM], ["hist"])
 
 
 def test_reset_parameters_starts_anew():

@@ -1,16 +1,12 @@
 """Requests of several candidates: as if each candidate were a sample with a copy of the rest."""
 
 import dataclasses
-import itertools
 import random
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torchrec.fx import symbolic_trace
-from torchrec.models.dlrm import DLRM
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.collection.scenarios import (
     NUM_IDS,
@@ -25,13 +21,10 @@ from tests.collection.scenarios import (
     table,
     to_features,
 )
-from tests.runs import assert_same_run
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
-    embedding_bag_keys,
-    rename_keys,
     repeat_per_candidate,
 )
 from torchrec_jagged_attn.collection.config import keys_of_candidates
@@ -69,12 +62,12 @@ REQUESTS["target-of-two-tables"] = of_requests(
 )
 # Rows of histories, and candidates, of each request.
 LENGTHS = {
-    "mixed": ([3, 0, 1, 7, 0, 20, 4], [2, 1, 0, 5, 3, 9, 1]),
+    "mixed": ([4, 3, 0, 1, 7, 0, 20, 4], [0, 2, 1, 0, 5, 3, 9, 1]),
     "one-each": ([3, 0, 7], [1, 1, 1]),
-    "empty-ends": ([4, 2, 5, 1], [0, 3, 2, 0]),
     "one-request": ([9], [7]),
     "empty-histories": ([0, 0, 0], [2, 0, 4]),
 }
+OF_EDGES = ["pooled-neighbours", "features-in-two-tables", "newest-rows", "weighted", "single-ids"]
 
 
 def keys_of(scenario: Scenario) -> list[str]:
@@ -105,8 +98,11 @@ def to_samples(scenario: Scenario, batch: Batch) -> Batch:
     }
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [(name, "mixed") for name in REQUESTS]
+    + [(name, lengths) for name in OF_EDGES for lengths in LENGTHS if lengths != "mixed"],
+)
 def test_values_and_gradients(name: str, lengths: str, device: torch.device):
     scenario = REQUESTS[name]
     batch = make_requests(scenario, *LENGTHS[lengths])
@@ -118,7 +114,7 @@ def test_values_and_gradients(name: str, lengths: str, device: torch.device):
     )
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", OF_EDGES)
 def test_no_candidate_at_all(name: str, device: torch.device):
     scenario = REQUESTS[name]
     collection = make_collection(scenario, device)
@@ -129,16 +125,6 @@ def test_no_candidate_at_all(name: str, device: torch.device):
     for name, parameter in collection.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
-
-
-@pytest.mark.parametrize("name", ["side-information", "several-pairs", "weighted"])
-def test_parameters_are_those_of_one_candidate(name: str):
-    plain, requests = SCENARIOS[name], of_requests(SCENARIOS[name])
-    expected, actual = make_collection(plain), make_collection(requests)
-    assert actual.state_dict().keys() == expected.state_dict().keys()
-    assert actual.table_keys() == expected.table_keys()
-    features = to_features(make_batch(plain, [3, 0, 7]), is_weighted=plain.is_weighted)
-    assert actual(features).keys() == expected(features).keys()
 
 
 def test_tables_of_candidates_are_looked_up_by_row():
@@ -160,82 +146,11 @@ def test_tables_of_candidates_are_looked_up_by_row():
     }
 
 
-def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
-    scenario = REQUESTS["shared-table"]
-    bags = EmbeddingBagCollection(scenario.tables)
-    collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(
-        bags,
-        scenario.attentions,
-        candidates="jagged",
-        candidate_features=scenario.candidate_features,
-    )
-    features = to_features(make_requests(scenario, [3, 0], [4, 2]))
-    columns = collection(features).to_dict()
-    for name in ("item", *scenario.candidate_features):
-        weight = bags.embedding_bags[scenario.find(name)[0].name].weight
-        assert torch.equal(columns[name], weight[features[name].values()])
-
-
 def test_encoded_histories_and_user_embeddings(device: torch.device):
     requests = of_requests(USERS)
     batch = make_requests(requests, *LENGTHS["mixed"])
     collection = make_collection(requests, device)
     check_against_oracle(collection, requests, [batch], lambda batch: to_samples(requests, batch))
-
-
-@pytest.mark.parametrize("score", ["silu", "sigmoid"])
-def test_scores_of_rows_by_themselves(score: str, device: torch.device):
-    scenario = Scenario(
-        [table("t_item", "item", "hist"), table("t_user", "user")],
-        [TargetAttentionConfig("item", "hist", score=score)],
-    )
-    requests = of_requests(scenario)
-    batch = make_requests(requests, *LENGTHS["mixed"])
-    actual = make_collection(requests, device)(to_features(batch, device))
-    expected = make_collection(scenario, device)(to_features(to_samples(requests, batch), device))
-    assert_same_run(actual.values(), expected.values(), num_terms=100)
-
-
-def test_a_request_does_not_see_the_others():
-    """Its output has no NaN of theirs, and its own bits whatever they are."""
-    scenario = REQUESTS["weighted"]
-    collection = make_collection(scenario)
-    lengths, counts = LENGTHS["mixed"]
-    batch = make_requests(scenario, lengths, counts)
-    features = to_features(batch, is_weighted=True)
-    clean = collection(features).values()
-    features = collection.history_truncation(features)
-    ends = list(itertools.accumulate(counts))
-    own = 3  # of 7 rows and 5 candidates
-    kept = slice(ends[own] - counts[own], ends[own])
-    rows = {
-        name: JaggedTensor(sequence.values().clone(), lengths=sequence.lengths())
-        for name, sequence in collection.embedding_collections["8"](features).items()
-    }
-    for sequence in rows.values():
-        begin, end = sequence.offsets()[own : own + 2].tolist()
-        sequence.values()[:begin] = torch.nan
-        sequence.values()[end:] = torch.nan
-    bags = None
-    if collection.embedding_bag_collection is not None:
-        bags = collection.embedding_bag_collection(features)
-        poisoned = torch.full_like(bags.values(), torch.nan)
-        poisoned[own] = bags.values()[own]
-        bags = type(bags)(bags.keys(), bags.length_per_key(), poisoned)
-    actual = collection.pooling(features, [rows], bags).values()
-    assert torch.equal(actual[kept], clean[kept])
-    assert actual[: kept.start].isnan().any()
-
-
-@pytest.mark.parametrize("name", ["several-pairs", "weighted", "nothing-else"])
-def test_fx_traces_around_the_pooling(name: str):
-    scenario = REQUESTS[name]
-    collection = make_collection(scenario)
-    traced = symbolic_trace(collection, leaf_modules=[type(collection.pooling).__name__])
-    for lengths, counts in LENGTHS.values():
-        batch = make_requests(scenario, lengths, counts)
-        features = to_features(batch, is_weighted=scenario.is_weighted)
-        assert torch.equal(traced(features).values(), collection(features).values())
 
 
 def test_histories_and_what_is_pooled_are_looked_up_once_for_all_candidates():
@@ -274,31 +189,6 @@ def test_histories_and_what_is_pooled_are_looked_up_once_for_all_candidates():
         "t_user": [sum(map(len, batch["user"]))],
     }
     assert attended == [sum(lengths)]
-
-
-def test_dlrm_scores_each_candidate():
-    """As of a batch whose samples are the candidates."""
-    scenario = Scenario(
-        [
-            table("t_user", "user"),
-            table("t_item", "bought", "item", "hist"),
-            table("t_brand", "brand", pooling="MEAN"),
-        ],
-        [TargetAttentionConfig("item", "hist")],
-    )
-    requests = of_requests(scenario, "brand")
-    batch = make_requests(requests, *LENGTHS["mixed"])
-    features = to_features(batch)
-    dense = torch.randn(features.stride(), 3)
-    dense_by_candidate = repeat_per_candidate(dense, features["item"])
-    model, plain = (DLRM(make_collection(x), 3, [4, 8], [8, 1]) for x in (requests, scenario))
-    keys = {bag: key for key, bag in embedding_bag_keys(plain).items()}
-    names = {key: keys[bag] for key, bag in embedding_bag_keys(model).items()}
-    plain.load_state_dict(rename_keys(model.state_dict(), names))
-    logits = model(dense_by_candidate, features)
-    assert logits.shape == (sum(LENGTHS["mixed"][1]), 1)
-    expected = plain(dense_by_candidate, to_features(to_samples(requests, batch)))
-    assert_same_run(logits, expected, num_terms=100)
 
 
 ITEM = table("t_item", "item", "hist")
@@ -376,28 +266,6 @@ def test_rows_that_do_not_fit_the_requests_are_refused():
         repeat_per_candidate(torch.rand(3, 4), candidates)
     with pytest.raises(TypeError, match=r"rows must be one of .*, got torch.int64"):
         repeat_per_candidate(torch.ones(2, 4).long(), candidates)
-
-
-class OwnModel(nn.Module):
-    """Repeats what it computed of requests."""
-
-    def __init__(self, collection: TargetAttentionEmbeddingBagCollection) -> None:
-        super().__init__()
-        self.collection = collection
-        self.dense = nn.Linear(3, 8)
-
-    def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        rows = repeat_per_candidate(self.dense(dense), features["item"])
-        return torch.cat([rows, self.collection(features).values()], dim=1)
-
-
-def test_fx_traces_a_model_that_repeats_rows():
-    scenario = REQUESTS["nothing-else"]
-    model = OwnModel(make_collection(scenario))
-    traced = symbolic_trace(model, leaf_modules=["TargetAttentionPooling"])
-    features = to_features(make_requests(scenario, *LENGTHS["mixed"]))
-    dense = torch.rand(features.stride(), 3)
-    assert torch.equal(traced(dense, features), model(dense, features))
 
 
 @pytest.mark.gpu
