@@ -90,7 +90,7 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> str:
     """How ranks talk: on two CPU processes, or on as many GPUs as there are, up to two."""
     return request.param

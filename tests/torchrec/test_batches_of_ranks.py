@@ -55,6 +55,21 @@ WAYS: dict[str, tuple[ShardingType, type[EmbeddingCollectionSharder]]] = {
     "stay by table": (ShardingType.TABLE_WISE, HistoryEmbeddingCollectionSharder),
     "stay by row": (ShardingType.ROW_WISE, HistoryEmbeddingCollectionSharder),
 }
+# Each option with rows that travel and with rows that stay.
+CASES = [
+    *(
+        (name, way)
+        for name in ("one candidate", "encoded", "silu")
+        for way in ("travel by row", "stay by table")
+    ),
+    *(
+        (name, way)
+        for name in ("requests", "projected", "a lookup of one history")
+        for way in ("travel", "stay by row")
+    ),
+]
+SIZES = [(3, 0), (0, 2), (0, 0), (3, 3)]
+"""Samples of each rank."""
 
 
 def make_collection(
@@ -124,10 +139,9 @@ def sharded(
     )
 
 
-def losses_of_half(device: torch.device, way: str = "travel") -> Tensor:
+def losses_of_steps(model: nn.Module, optimizer: torch.optim.Optimizer, device: Any) -> Tensor:
     """Of each step, where all ranks have one batch."""
-    model = sharded(device, make_collection(), way, output_dtype=SparseType.FP16)
-    optimizer, losses = dense_optimizer(model), []
+    losses = []
     for _ in range(3):
         optimizer.zero_grad()
         loss = model(make_batch(3).to(device)).values().float().square().sum()
@@ -164,20 +178,19 @@ def pipelined(
 def results(device: torch.device) -> dict[str, dict[str, Tensor]]:
     """What this rank puts out, for each way and case."""
     rank = dist.get_rank()
-    results: dict[str, dict[str, Tensor]] = {}
-    for way in WAYS:
-        outputs = results[way] = {}
-        for name, options in OPTIONS.items():
-            model = sharded(device, make_collection(**options), way)
-            for sizes in ((3, 0), (0, 2), (0, 0), (3, 3)):
-                out = model(make_batch(sizes[rank]).to(device)).values()
-                out.square().sum().backward()
-                outputs[f"{name} {sizes}"] = out.detach()
-                load(model, make_collection(**options).state_dict())
-            assert model.module.device == device
-            out = model(as_tensor_dict(make_batch(3).to(device))).values()
+    results: dict[str, dict[str, Tensor]] = {way: {} for way in WAYS}
+    for name, way in CASES:
+        model = sharded(device, make_collection(**OPTIONS[name]), way)
+        for sizes in SIZES:
+            out = model(make_batch(sizes[rank]).to(device)).values()
             out.square().sum().backward()
-            outputs[f"{name} tensordict"] = out.detach()
+            results[way][f"{name} {sizes}"] = out.detach()
+            load(model, make_collection(**OPTIONS[name]).state_dict())
+        assert model.module.device == device
+        out = model(as_tensor_dict(make_batch(3).to(device))).values()
+        out.square().sum().backward()
+        results[way][f"{name} tensordict"] = out.detach()
+    for way, outputs in results.items():
         for sizes in ((3, 0), (0, 2)):
             model = sharded(device, make_collection(**DROPPED), way)
             torch.manual_seed(rank)
@@ -185,15 +198,17 @@ def results(device: torch.device) -> dict[str, dict[str, Tensor]]:
             out.square().sum().backward()
             outputs[f"dropped {sizes}"] = out.detach()
         outputs["pipelined"] = torch.tensor(pipelined(device, way, PIPELINED))
+        half = sharded(device, make_collection(), way, output_dtype=SparseType.FP16)
+        outputs["half"] = losses_of_steps(half, dense_optimizer(half), device)
     return results
 
 
 OnRanks = list[dict[str, dict[str, Tensor]]]
 
 
-@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
-def on_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
-    return run_ranks(results, tmp_path_factory.mktemp("ranks"), request.param)
+@pytest.fixture(scope="module")
+def on_ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
+    return run_ranks(results, tmp_path_factory.mktemp("ranks"), backend)
 
 
 @functools.cache
@@ -202,13 +217,12 @@ def expected(name: str, num_samples: int) -> Tensor:
     return make_collection(**OPTIONS[name])(make_batch(num_samples)).values().detach()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("sizes", [(3, 0), (0, 2), (0, 0), (3, 3)], ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_ranks_without_a_sample(on_ranks: OnRanks, name: str, sizes: tuple, way: str):
-    for outputs, size in zip(on_ranks, sizes, strict=True):
-        assert outputs[way][f"{name} {sizes}"].shape == (size, expected(name, 3).shape[1])
-        assert_same_run(outputs[way][f"{name} {sizes}"], expected(name, size))
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_ranks_without_a_sample(on_ranks: OnRanks, name: str, way: str):
+    for sizes in SIZES:
+        for outputs, size in zip(on_ranks, sizes, strict=True):
+            assert outputs[way][f"{name} {sizes}"].shape == (size, expected(name, 3).shape[1])
+            assert_same_run(outputs[way][f"{name} {sizes}"], expected(name, size))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -226,8 +240,7 @@ def test_ranks_without_a_sample_in_a_pipeline(on_ranks: OnRanks, way: str):
         assert outputs[way]["pipelined"].tolist() == expected
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_tensordict_is_taken(on_ranks: OnRanks, name: str, way: str):
     for outputs in on_ranks:
         assert_same_run(outputs[way][f"{name} tensordict"], expected(name, 3))
@@ -235,12 +248,14 @@ def test_a_tensordict_is_taken(on_ranks: OnRanks, name: str, way: str):
     assert torch.equal(alone.values(), expected(name, 3))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_half_lookups_where_ranks_have_no_table(backend: str, way: str, tmp_path):
-    (of_one,) = run_ranks(losses_of_half, tmp_path, backend, ranks=1)
-    assert of_one[0] > of_one[2]
-    for of_rank in run_ranks(losses_of_half, tmp_path, backend, way):
-        assert_same_run(of_rank, of_one, num_steps=None, dtype=torch.float16)
+def test_half_lookups_where_ranks_have_no_table(on_ranks: OnRanks):
+    model = make_collection()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = losses_of_steps(model, optimizer, "cpu")
+    assert losses[0] > losses[2]
+    for way in WAYS:
+        for outputs in on_ranks:
+            assert_same_run(outputs[way]["half"], losses, num_steps=None, dtype=torch.float16)
 
 
 FEW = [

@@ -19,7 +19,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import (
     NUM_STEPS,
-    OPTIMIZERS,
     STEPS_OF_EQUAL_BATCHES,
     assert_same_run,
     batches,
@@ -37,66 +36,56 @@ from tests.torchrec.two_ranks import (
 )
 from torchrec_jagged_attn import embedding_parameters
 
-SHARDINGS = {
-    "gloo": [ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE],
+# Shardings with optimizers that then do the same as on a whole table: each shard of columns would
+# have a mean of its own, and a replicated table is left to the optimizer of dense layers, here SGD.
+TRAINED = {
+    "gloo": [
+        (ShardingType.TABLE_WISE, "SGD"),
+        (ShardingType.ROW_WISE, "RowWiseAdagrad"),
+        (ShardingType.COLUMN_WISE, "Adagrad"),
+    ],
     "nccl": [
-        ShardingType.TABLE_WISE,
-        ShardingType.ROW_WISE,
-        ShardingType.COLUMN_WISE,
-        ShardingType.TABLE_ROW_WISE,
-        ShardingType.DATA_PARALLEL,
+        (ShardingType.TABLE_WISE, "SGD"),
+        (ShardingType.ROW_WISE, "RowWiseAdagrad"),
+        (ShardingType.COLUMN_WISE, "Adagrad"),
+        (ShardingType.COLUMN_WISE, "Adam"),  # FBGEMM has none for CPU
+        (ShardingType.TABLE_ROW_WISE, "SGD"),
+        (ShardingType.DATA_PARALLEL, "SGD"),
     ],
 }
 
 
-def combinations(backend: str) -> list[tuple[ShardingType, str]]:
-    """Shardings with optimizers that then do the same as on a whole table."""
-    return [
-        (sharding, optimizer)
-        for sharding in SHARDINGS[backend]
-        for optimizer in OPTIMIZERS
-        # FBGEMM has no fused Adam for CPU.
-        if not (optimizer == "Adam" and backend == "gloo")
-        # Each shard of columns has a mean of its own.
-        if not (optimizer == "RowWiseAdagrad" and sharding == ShardingType.COLUMN_WISE)
-        # A replicated table is left to the optimizer of dense layers, here SGD.
-        if not (optimizer != "SGD" and sharding == ShardingType.DATA_PARALLEL)
-    ]
-
-
-def train_sharded(device: torch.device, backend: str) -> dict[tuple, dict[str, Any]]:
-    results = {}
-    for sharding, optimizer in combinations(backend):
+def train_sharded(device: torch.device, backend: str) -> list[dict[str, Any]]:
+    results = []
+    for sharding, optimizer in TRAINED[backend]:
         model = make_sharded_model(device, sharding, optimizer)
         sharded = {type(module) for module in model.modules()}
         assert {ShardedEmbeddingCollection, ShardedEmbeddingBagCollection} <= sharded
         with pytest.raises(ValueError, match="must not be sharded yet, got a ShardedEmbedding"):
             list(embedding_parameters(model))
-        steps = train(model, device)
-        results[sharding, optimizer] = {"steps": steps, "state": full_state_dict(model, device)}
+        results.append({"steps": train(model, device), "state": full_state_dict(model, device)})
     return results
 
 
-def test_sharded_training_equals_training_in_one_process(tmp_path: Path, backend: str):
+OnRanks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
+    return run_ranks(on_each_rank, tmp_path_factory.mktemp("ranks"), backend, backend)
+
+
+def test_sharded_training_equals_training_in_one_process(ranks: OnRanks, backend: str):
     """Also where histories are empty on one rank only, and samples are more on one than another."""
-    ranks = run_ranks(train_sharded, tmp_path, backend, backend)
     device = device_of(backend)
-    for optimizer in OPTIMIZERS:
+    for at, (sharding, optimizer) in enumerate(TRAINED[backend]):
         model = make_model().to(device)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         expected = train_unsharded(model, optimizer, world_size(backend), device)
-        after = model.state_dict()
-        for name, value in after.items():
+        for name, value in model.state_dict().items():
             assert not torch.equal(value, before[name]), f"{name} was not trained"
-        for sharding in SHARDINGS[backend]:
-            if (sharding, optimizer) not in combinations(backend):
-                continue
-            assert_equal_training(
-                [results[sharding, optimizer] for results in ranks],
-                expected,
-                model,
-                f"{sharding.value} {optimizer}",
-            )
+        of_ranks = [results["trained"][at] for results in ranks]
+        assert_equal_training(of_ranks, expected, model, f"{sharding.value} {optimizer}")
 
 
 class AnyShardingOfBags(EmbeddingBagCollectionSharder):
@@ -194,7 +183,7 @@ def assert_equal_training(
         assert_same_run(state[name], value, num_steps=len(expected), name=f"{what}, {name}")
 
 
-def train_with_reordered_keys(device: torch.device) -> list[list[Tensor]]:
+def train_with_reordered_keys(device: torch.device) -> list[Tensor]:
     """Logits of a first step by order of the keys."""
     sequences = ["bought", "hist", "item", "cat", "hist_cat"]
     orders = [
@@ -203,21 +192,22 @@ def train_with_reordered_keys(device: torch.device) -> list[list[Tensor]]:
         [*reversed(sequences), "user", "times", "now", "tags"],
     ]
     logits = []
-    for sharding in (ShardingType.TABLE_WISE, ShardingType.ROW_WISE):
-        for keys in orders:
-            model = make_sharded_model(device, sharding)
-            batch = next(batches(device))
-            features = batch.sparse_features
-            batch.sparse_features = KeyedJaggedTensor.concat(
-                [features.permute([features.keys().index(key)]) for key in keys]
-            )
-            assert batch.sparse_features.keys() == keys
-            logits.append(model(batch)[1][1])
+    shardings = ShardingType.TABLE_WISE, ShardingType.TABLE_WISE, ShardingType.ROW_WISE
+    for sharding, keys in zip(shardings, orders, strict=True):
+        model = make_sharded_model(device, sharding)
+        batch = next(batches(device))
+        features = batch.sparse_features
+        batch.sparse_features = KeyedJaggedTensor.concat(
+            [features.permute([features.keys().index(key)]) for key in keys]
+        )
+        assert batch.sparse_features.keys() == keys
+        logits.append(model(batch)[1][1])
     return logits
 
 
-def test_keys_come_in_any_order(tmp_path: Path, backend: str):
-    for first, *others in run_ranks(train_with_reordered_keys, tmp_path, backend):
+def test_keys_come_in_any_order(ranks: OnRanks):
+    for results in ranks:
+        first, *others = results["reordered"]
         for other in others:  # by row, bags are added up in another order
             assert_same_run(other, first)
 
@@ -230,19 +220,27 @@ def train_from_meta(device: torch.device) -> dict[str, Any]:
     return {"before": before, "steps": train(model, device)}
 
 
-def test_model_built_on_the_meta_device(tmp_path: Path, backend: str):
+def on_each_rank(device: torch.device, backend: str) -> dict[str, Any]:
+    return {
+        "trained": train_sharded(device, backend),
+        "reordered": train_with_reordered_keys(device),
+        "from meta": train_from_meta(device),
+    }
+
+
+def test_model_built_on_the_meta_device(ranks: OnRanks):
     """Every parameter gets the start of a model that was never on meta."""
-    ranks = run_ranks(train_from_meta, tmp_path, backend)
     attention = "embedding_bag_collection.pooling.attentions.0"
-    state = ranks[0]["before"]
+    state = ranks[0]["from meta"]["before"]
     assert state.keys() == make_model().state_dict().keys()
     for name, value in make_model().state_dict().items():
         if f"{attention}.recency_bias" in name or f"{attention}.q_proj" in name:
             assert_same_run(state[name], value, num_terms=1)  # the GPU's exp2 is not the CPU's
         elif "embedding" in name and "attentions" not in name:
             assert abs(state[name].std() - 1) < 0.2, name  # by init_fn
-    for rank in ranks:
-        assert len(rank["steps"]) == NUM_STEPS
-        for loss, logits in rank["steps"]:
+    for results in ranks:
+        steps = results["from meta"]["steps"]
+        assert len(steps) == NUM_STEPS
+        for loss, logits in steps:
             assert loss.isfinite()
             assert logits.isfinite().all()

@@ -181,15 +181,12 @@ def trace(model: nn.Module) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(model, graph)
 
 
-@pytest.mark.parametrize("tables", ["fp32", *QUANTIZED])
+@pytest.mark.parametrize("tables", ["fp32", "int8 to fp16"])
 def test_traced_and_scripted(tables: str, device: torch.device, tmp_path: Path):
     scorer = make_scorer(tables, device)
     traced = trace(scorer)
     assert_equal(traced, scorer, device)
-    scripted = torch.jit.script(traced)
-    if tables == "fp32":  # others are scripted without a file below, where they are sharded
-        assert_equal(scripted, scorer, device)
-    torch.jit.save(scripted, tmp_path / "scorer.pt")
+    torch.jit.save(torch.jit.script(traced), tmp_path / "scorer.pt")
     assert_equal(torch.jit.load(tmp_path / "scorer.pt"), scorer, device)
 
 
@@ -223,7 +220,7 @@ def test_an_attention_by_itself(lengths: list[int] | None, device: torch.device)
         assert torch.equal(scripted(target, history), expected)
 
 
-@pytest.mark.parametrize("tables", QUANTIZED)
+@pytest.mark.parametrize("tables", ["int8", "int4"])
 def test_sharded_for_inference(tables: str, device: torch.device):
     scorer = make_scorer(tables, device)
     set_propogate_device(True)  # or it asks CUDA for a device
@@ -262,7 +259,7 @@ def exported(tables: str, device: torch.device) -> torch.export.ExportedProgram:
     return export(make_scorer(tables, device), device, strict=False)
 
 
-@pytest.mark.parametrize("tables", ["fp32", *QUANTIZED])
+@pytest.mark.parametrize("tables", ["fp32", "int4"])
 def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classes):
     scorer = make_scorer(tables, device)
     program = exported(tables, device)
@@ -273,20 +270,13 @@ def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classe
         assert_equal(export(scorer, device, strict=True).module(), scorer, device)
 
 
-@pytest.mark.parametrize(
-    ("encoder", "strict"),
-    [
-        (EncoderConfig(num_layers=2), False),
-        (EncoderConfig(num_layers=2, causal=True, window=3, user_embedding=True), True),
-    ],
-    ids=["all", "window"],
-)
-def test_encoder_layers(encoder: EncoderConfig, strict: bool, device: torch.device):
+def test_encoder_layers(device: torch.device):
+    encoder = EncoderConfig(num_layers=2, causal=True, window=3, user_embedding=True)
     scorer = make_scorer("fp32", device, encoder=encoder)
     traced = trace(scorer)
     assert_equal(traced, scorer, device)
     assert_equal(torch.jit.script(traced), scorer, device)
-    assert_equal(export(scorer, device, strict).module(), scorer, device)
+    assert_equal(export(scorer, device, strict=True).module(), scorer, device)
 
 
 def test_an_exported_program_checks_what_eager_mode_checks(device: torch.device):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.combinations import each_pair
 from tests.torchrec.two_ranks import batches, make_sharded_model, run_ranks
 from torchrec_jagged_attn.collection import lookup_bags
 
@@ -18,10 +19,13 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_ids_of_each_key_are_spread_evenly(lengths, dtype, weighted, device):
+@pytest.mark.parametrize(
+    ("name", "dtype", "weighted"),
+    each_pair(LENGTHS, [torch.int32, torch.int64], [False, True]),
+    ids=str,
+)
+def test_ids_of_each_key_are_spread_evenly(name, dtype, weighted, device):
+    lengths = LENGTHS[name]
     counts = [sum(of_key) for of_key in lengths]
     ids = torch.arange(sum(counts), device=device)
     features = KeyedJaggedTensor(
@@ -38,16 +42,6 @@ def test_ids_of_each_key_are_spread_evenly(lengths, dtype, weighted, device):
     bags = split.lengths().view(len(lengths), -1)
     assert bags.shape[1] == -(-sum(counts) // len(lengths))
     assert (bags.amax(1) - bags.amin(1)).max() <= 1
-
-
-@pytest.mark.parametrize("lengths", [[], [0, 0]], ids=["no samples", "no ids"])
-def test_nothing_to_split(lengths, device):
-    features = KeyedJaggedTensor(
-        keys=["item", "history"],
-        values=torch.zeros(0, dtype=torch.int64, device=device),
-        lengths=torch.tensor(lengths * 2, dtype=torch.int64, device=device),
-    )
-    assert lookup_bags.split_bags(features) is features
 
 
 def longest_bags(device):

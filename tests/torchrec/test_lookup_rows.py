@@ -1,15 +1,12 @@
 """Rows of sharded lookups that TorchRec copies reach the attention without a copy."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embedding import (
     EmbeddingCollectionAwaitable,
@@ -20,7 +17,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import NoWait, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.utils import SequenceVBEContext
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.test_options import with_equal_samples_once
@@ -37,92 +33,8 @@ from tests.torchrec.two_ranks import (
     shard_with_weights,
     train_on,
 )
-from torchrec_jagged_attn import EncoderConfig, JaggedTargetAttention
+from torchrec_jagged_attn import EncoderConfig
 from torchrec_jagged_attn.collection.lookup_rows import take_rows
-
-KEYS = ["item", "hist", "tags"]
-NO_COPY = {"hist"}
-
-
-# What TorchRec itself makes of its private things is the oracle: these fail where it changes them.
-
-
-def of_unique_ids() -> tuple[EmbeddingCollectionContext, KeyedJaggedTensor, int]:
-    """Places of 3 keys and 2 samples, which have 5 rows."""
-    places = KeyedJaggedTensor(
-        keys=KEYS, values=torch.arange(9), lengths=torch.tensor([1, 1, 3, 0, 2, 2])
-    )
-    context = EmbeddingCollectionContext(
-        input_features=[places], reverse_indices=[torch.tensor([4, 0, 1, 4, 1, 0, 3, 3, 2])]
-    )
-    of_rows = KeyedJaggedTensor(
-        keys=KEYS, values=torch.arange(5), lengths=torch.tensor([5, 0, 0, 0, 0, 0])
-    )
-    return context, of_rows, 5
-
-
-def of_batch_sizes(unique_ids: bool = False) -> tuple[EmbeddingCollectionContext, Any, int]:
-    """2, 1 and 2 samples of keys, for 3 of the batch; lookups have them with zeros up to 2."""
-    lengths = torch.tensor([1, 1, 3, 2, 2])
-    recat = torch.tensor([0, 1, 1, 2, 2, 2, 4, 3, 4], dtype=torch.int32)
-    of_batch = lengths[recat].view(3, 3)
-    context = EmbeddingCollectionContext(
-        seq_vbe_ctx=[SequenceVBEContext(recat, lengths, of_batch, of_batch.sum(1).tolist())]
-    )
-    padded = KeyedJaggedTensor(
-        keys=KEYS, values=torch.arange(9), lengths=torch.tensor([1, 1, 3, 0, 2, 2])
-    )
-    if not unique_ids:
-        return context, padded, 9
-    of_ids, of_rows, num_rows = of_unique_ids()
-    context.input_features, context.reverse_indices = of_ids.input_features, of_ids.reverse_indices
-    return context, of_rows, num_rows
-
-
-CONTEXTS: dict[str, Callable[[], tuple[EmbeddingCollectionContext, KeyedJaggedTensor, int]]] = {
-    "unique ids": of_unique_ids,
-    "batch sizes": of_batch_sizes,
-    "both": functools.partial(of_batch_sizes, unique_ids=True),
-}
-
-
-def awaited(context: str, rows: Tensor) -> EmbeddingCollectionAwaitable:
-    made, features, num_rows = CONTEXTS[context]()
-    return EmbeddingCollectionAwaitable([NoWait(rows[:num_rows])], [features], [KEYS], made)
-
-
-@pytest.mark.filterwarnings("ignore:fbgemm")
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_rows_and_indices_are_what_torchrec_copies(context: str):
-    rows = torch.randn(9, 4)
-    expected = awaited(context, rows).wait()
-    taken, indices = take_rows(awaited(context, rows), NO_COPY)
-    assert indices.keys() == NO_COPY
-    assert [*taken] == [*expected] == KEYS
-    for key in KEYS:
-        values = taken[key].values()
-        if key in NO_COPY:
-            assert values.data_ptr() == rows.data_ptr()
-            values = values[indices[key]]
-        assert torch.equal(values, expected[key].values()), key
-        assert torch.equal(taken[key].lengths(), expected[key].lengths()), key
-
-
-def test_sequences_of_which_torchrec_makes_no_copy_are_waited_for_once():
-    _, places, _ = of_batch_sizes()
-    context, rows = EmbeddingCollectionContext(), torch.randn(9, 4)
-
-    def sequences() -> EmbeddingCollectionAwaitable:
-        return EmbeddingCollectionAwaitable([NoWait(rows)], [places], [KEYS], context)
-
-    taken, indices = take_rows(sequences(), NO_COPY)
-    assert type(taken) is dict  # whose keys no longer ask
-    assert indices == {}
-    expected = sequences().wait()
-    assert [*taken] == [*expected] == KEYS
-    for key in KEYS:
-        assert torch.equal(taken[key].values(), expected[key].values()), key
-        assert torch.equal(taken[key].lengths(), expected[key].lengths()), key
 
 
 @pytest.mark.parametrize("order", [None, [2, 0, 1]])
@@ -145,75 +57,6 @@ def test_keys_sharded_by_column_are_copied(order: list[int] | None):
     expected = sequences().wait()
     assert torch.equal(taken["hist"].values(), expected["hist"].values())
     assert torch.equal(taken["item"].values()[by_index["item"]], expected["item"].values())
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers how many elements the largest tensor has that any operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        returned = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.numel = max([self.numel, *returned])
-        return out
-
-
-def test_no_tensor_is_as_large_as_a_copy():
-    """Forward and backward: of 300 places in 3 samples, of 5 rows."""
-    attention = JaggedTargetAttention(16, 2)
-    places = KeyedJaggedTensor(
-        keys=["item", "hist"], values=torch.arange(303), lengths=torch.tensor([1, 1, 1, 99, 0, 201])
-    )
-    results, largest = [], []
-    for by_index in ({"hist"}, set()):
-        rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        context = EmbeddingCollectionContext(
-            input_features=[places], reverse_indices=[torch.arange(303) ** 2 % 5]
-        )
-        sequences = EmbeddingCollectionAwaitable(
-            [NoWait(rows)], [places], [["item", "hist"]], context
-        )
-        with LargestTensor() as seen:
-            taken, indices = take_rows(sequences, by_index)
-            out = attention(taken["item"].values(), taken["hist"], indices=indices.get("hist"))
-            out.sum().backward()
-        results.append([out, rows.grad])
-        largest.append(seen.numel)
-    for actual, expected in zip(*results, strict=True):
-        assert_same_run(actual, expected)
-    assert largest[0] < 300 * 16 <= largest[1]
-
-
-def test_what_nobody_copies_is_left_alone():
-    _, features, _ = of_batch_sizes()
-    plain = EmbeddingCollectionAwaitable(
-        [NoWait(torch.randn(9, 4))], [features], [KEYS], EmbeddingCollectionContext()
-    )
-    assert take_rows(plain, NO_COPY) == (plain, {})
-    unsharded = plain.wait()
-    assert take_rows(unsharded, NO_COPY) == (unsharded, {})
-
-
-@pytest.mark.filterwarnings("ignore:fbgemm")
-def test_copies_that_somebody_waited_for_are_taken():
-    sequences = awaited("unique ids", torch.randn(9, 4))
-    copied = sequences["hist"]
-    taken, indices = take_rows(sequences, NO_COPY)
-    assert taken["hist"] is copied
-    assert indices == {}
-
-
-@pytest.mark.filterwarnings("ignore:fbgemm")
-def test_copies_without_a_gradient_are_refused():
-    sequences = awaited("batch sizes", torch.randn(9, 4, requires_grad=True))
-    sequences.keys()  # waits
-    with pytest.raises(NotImplementedError, match="must have no hook that reads the rows, got one"):
-        take_rows(sequences, NO_COPY)
-    with torch.no_grad():
-        assert take_rows(sequences, NO_COPY) == (sequences, {})
 
 
 # On two ranks
@@ -309,10 +152,27 @@ def trained(
     return logits, full_state_dict(model, device), seen
 
 
+def read(sequences: EmbeddingCollectionAwaitable) -> None:
+    sequences.keys()
+
+
+def refuse_copies_without_a_gradient(device: torch.device) -> None:
+    """Which a hook has TorchRec make."""
+    case = "samples, by table"
+    model, batch = sharded(device, case, once=True), next(batches(case, once=True))
+    lookup = collection_of(model).embedding_collections["8"]
+    lookup.register_forward_hook(lambda _lookup, _inputs, sequences: read(sequences))
+    with pytest.raises(NotImplementedError, match="must have no hook that reads the rows, got one"):
+        model(batch)
+    with torch.no_grad():
+        model(batch)
+
+
 def train(device: torch.device) -> dict[str, list[tuple]]:
     if device.type == "cpu":
         library = torch.library.Library("fbgemm", "IMPL")
         library.impl("jagged_unique_indices", unique_ids_on_cpu, "CPU")
+        refuse_copies_without_a_gradient(device)
     results = {}
     for case in CASES:
         results[case] = [trained(device, case, once=once) for once in (False, True)]
@@ -321,13 +181,11 @@ def train(device: torch.device) -> dict[str, list[tuple]]:
     return results
 
 
-@pytest.fixture(
-    scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)], name="ranks"
-)
+@pytest.fixture(scope="module", name="ranks")
 def train_on_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    backend: str, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, list[tuple]]]:
-    return run_ranks(train, tmp_path_factory.mktemp("ranks"), request.param)
+    return run_ranks(train, tmp_path_factory.mktemp("ranks"), backend)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,7 +18,6 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.test_inference import KEYS, QUANTIZED, Scorer, trace
-from tests.torchrec.test_options import with_equal_samples_once
 from tests.torchrec.two_ranks import (
     LEARNING_RATE,
     NUM_IDS,
@@ -216,28 +215,6 @@ def train_sharded(device: torch.device) -> dict[str, dict[str, Any]]:
     return results
 
 
-def evaluate_with_equal_samples_once(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Logits of batches whose keys differ in batch size, and of those whose keys do not."""
-    results = []
-    for case in ("by row", "newest rows, weighted"):
-        model, of_equal_sizes = (make_sharded(device, case) for _ in range(2))
-        is_weighted = collection_of(model).is_weighted()
-        with torch.no_grad():
-            for batch in from_host(is_weighted):
-                expected = of_equal_sizes(batch.to(device))[1][1]
-                actual = model(with_equal_samples_once(batch).to(device))[1][1]
-                results.append((actual, expected))
-    return results
-
-
-def test_keys_may_differ_in_batch_size(tmp_path: Path, backend: str):
-    """As those of users do, where a batch has several requests of one."""
-    for results in run_ranks(evaluate_with_equal_samples_once, tmp_path, backend):
-        assert len(results) == 2 * NUM_STEPS
-        for actual, expected in results:
-            assert torch.equal(actual, expected)
-
-
 def test_trained_as_candidates_that_are_samples(tmp_path: Path, backend: str):
     ranks = run_ranks(train_sharded, tmp_path, backend)
     device = device_of(backend)
@@ -283,12 +260,10 @@ def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:
 @pytest.mark.parametrize(
     ("tables", "options"),
     [
-        ("fp32", {}),
         ("fp32", {"encoder": EncoderConfig(causal=True, window=3, user_embedding=True)}),
-        ("int8", {}),
         ("int8", {"single_lookup": True, "single_id_features": ["user"]}),
     ],
-    ids=["fp32", "fp32, encoded", "int8", "int8, single ids"],
+    ids=["fp32, encoded", "int8, single ids"],
 )
 def test_traced_scripted_and_exported(
     tables: str, options: dict[str, Any], device: torch.device, fake_classes

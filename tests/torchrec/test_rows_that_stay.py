@@ -53,6 +53,7 @@ DATA_PARALLEL = ShardingType.DATA_PARALLEL
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("RowWiseAdagrad", {}),
     "value projection": ("Adagrad", {"value_projection": True, "init": "mha"}),
+    "frozen": ("SGD", {"value_projection": True, "init": "mha"}),
     "weighted": ("SGD", {"is_weighted": True, "tags": PoolingType.SUM, "init": "mha"}),
     "silu": ("SGD", {"score": "silu", "value_projection": True, "init": "mha"}),
     "sigmoid": ("SGD", {"score": "sigmoid", "init": "mha"}),
@@ -68,7 +69,10 @@ LOOKUPS = {"ShardedHistoryEmbeddingCollection", "ShardedEmbeddingBagCollection"}
 
 
 def make(case: str, **options: Any) -> nn.Module:
-    return make_model(**{"side_by_side": False, **CASES[case][1], **options})
+    model = make_model(**{"side_by_side": False, **CASES[case][1], **options})
+    if case == "frozen":
+        collection_of(model).pooling.requires_grad_(False)
+    return model
 
 
 def make_sharded(
@@ -105,16 +109,27 @@ def train_sharded(device: torch.device, sharding: ShardingType) -> dict[str, dic
     return results
 
 
-@pytest.mark.parametrize("sharding", [ROW_WISE, TABLE_WISE])
-def test_training_equals_that_of_one_process(
-    sharding: ShardingType, tmp_path: Path, backend: str
-) -> None:
-    ranks = run_ranks(train_sharded, tmp_path, backend, sharding)
-    device = device_of(backend)
-    for case, (optimizer, _) in CASES.items():
-        model = make(case).to(device)
-        expected = train_unsharded(model, optimizer, len(ranks), device)
-        assert_equal_training([x[case] for x in ranks], expected, model, case)
+def on_each_rank(device: torch.device) -> dict[Any, Any]:
+    trained = {sharding: train_sharded(device, sharding) for sharding in (ROW_WISE, TABLE_WISE)}
+    return trained | {"dropped": forward_seeded(device)}
+
+
+OnRanks = list[dict[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
+    return run_ranks(on_each_rank, tmp_path_factory.mktemp("ranks"), backend)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_that_of_one_process(ranks: OnRanks, backend: str, case: str):
+    device, (optimizer, _) = device_of(backend), CASES[case]
+    model = make(case).to(device)
+    expected = train_unsharded(model, optimizer, len(ranks), device)
+    for sharding in (ROW_WISE, TABLE_WISE):
+        of_ranks = [results[sharding][case] for results in ranks]
+        assert_equal_training(of_ranks, expected, model, f"{case}, {sharding.value}")
 
 
 PLANS: dict[str, tuple[dict[str, ShardingType], dict[str, Any]]] = {
@@ -152,26 +167,6 @@ def test_tables_that_are_sharded_in_several_ways(tmp_path: Path, backend: str):
         assert_equal_training([x[name] for x in ranks], expected, model, name)
 
 
-def make_frozen() -> nn.Module:
-    model = make("value projection")
-    collection_of(model).pooling.requires_grad_(False)
-    return model
-
-
-def train_frozen(device: torch.device) -> dict[str, Any]:
-    model = make_sharded(device, ROW_WISE, make_frozen())
-    return {"steps": train(model, device), "state": full_state_dict(model, device)}
-
-
-def test_attention_that_is_frozen(tmp_path: Path, backend: str):
-    """Tables are trained, and ranks exchange what they do otherwise."""
-    ranks = run_ranks(train_frozen, tmp_path, backend)
-    device = device_of(backend)
-    model = make_frozen().to(device)
-    expected = train_unsharded(model, "SGD", len(ranks), device)
-    assert_equal_training(ranks, expected, model, "frozen")
-
-
 BOTH = {"row_dropout": 0.4, "dropout": 0.4}
 DROPPED: list[dict[str, Any]] = [
     {"row_dropout": 0.4},
@@ -198,9 +193,9 @@ def forward_seeded(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
-def test_the_same_is_dropped_wherever_rows_are(tmp_path: Path, backend: str):
-    for results in run_ranks(forward_seeded, tmp_path, backend):
-        for by_row, by_table, travelling in results:
+def test_the_same_is_dropped_wherever_rows_are(ranks: OnRanks):
+    for results in ranks:
+        for by_row, by_table, travelling in results["dropped"]:
             assert_same_run(by_row, travelling, num_steps=None)
             assert_same_run(by_table, travelling, num_steps=None)
 
@@ -213,31 +208,6 @@ def of_length(length: int) -> KeyedJaggedTensor:
     values[3], values[4] = times, torch.full((3,), length)
     lengths = torch.tensor(counts).repeat_interleave(3)
     return KeyedJaggedTensor(KEYS, torch.cat(values), lengths=lengths)
-
-
-def count_what_is_sent(device: torch.device) -> list[dict[bool, list[int]]]:
-    """How many numbers this rank sends in each exchange, by whether they are no integers."""
-    results, exchange = [], dist.all_to_all_single
-    for length in (2, 50):
-        model = sharded(device, make_collection(request_time="now", init="mha"), "stay by row")
-        sent: dict[bool, list[int]] = {True: [], False: []}
-
-        def count(output: Tensor, input: Tensor, *args: Any, sent=sent, **kwargs: Any) -> Any:
-            sent[input.is_floating_point()].append(input.numel())
-            return exchange(output, input, *args, **kwargs)
-
-        with mock.patch.object(dist, "all_to_all_single", count):
-            model(of_length(length)).values().sum().backward()
-        results.append(sent)
-    return results
-
-
-def test_what_is_sent_does_not_depend_on_the_length(tmp_path: Path):
-    """But for an id, a position and an age of each row."""
-    for short, long in run_ranks(count_what_is_sent, tmp_path, "gloo"):
-        assert len(short[True]) >= 4  # forward and backward, of queries and results
-        assert short[True] == long[True]
-        assert sum(long[False]) - sum(short[False]) == 3 * (50 - 2) * 3
 
 
 def count_by_rank(device: torch.device) -> tuple[list[int], list[list[int]]]:
@@ -260,8 +230,8 @@ def count_by_rank(device: torch.device) -> tuple[list[int], list[list[int]]]:
     return owners, counts
 
 
-def test_queries_are_sent_to_owners_alone(tmp_path: Path):
-    ranks = run_ranks(count_by_rank, tmp_path, "gloo")
+def test_queries_are_sent_to_owners_alone(once):
+    ranks = once[count_by_rank]
     for rank, ((owner,), counts) in enumerate(ranks):
         assert len(counts) >= 12  # both ways of rows of targets, queries and results
         assert rank == owner or all(
@@ -283,24 +253,10 @@ def exchange_encoded(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
-def test_codecs_take_half_rows(tmp_path: Path):
-    for half, single in run_ranks(exchange_encoded, tmp_path, "gloo"):
+def test_codecs_take_half_rows(once):
+    for half, single in once[exchange_encoded]:
         for of_half, of_single in zip(half, single, strict=True):
             assert torch.equal(of_half, of_single)
-
-
-def shard_with_codecs_of_several_rows(device: torch.device) -> str:
-    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.INT8, CommType.INT8), device=device)
-    sharder = HistoryEmbeddingCollectionSharder(qcomm_codecs_registry=codecs)
-    with pytest.raises(NotImplementedError) as error:
-        make_sharded(device, ROW_WISE, make("default"), sharder=sharder)
-    return str(error.value)
-
-
-def test_codecs_of_several_rows_are_refused(tmp_path: Path):
-    """They fail on ranks whose number of rows they do not divide, and others wait."""
-    for message in run_ranks(shard_with_codecs_of_several_rows, tmp_path, "gloo"):
-        assert message.startswith("qcomm_codecs_registry must have codecs that divide rows of 8")
 
 
 def record_order(device: torch.device) -> dict[str, list[str]]:
@@ -340,28 +296,14 @@ def record_order(device: torch.device) -> dict[str, list[str]]:
     return results
 
 
-def test_exchanges_overlap_with_other_work(tmp_path: Path):
+def test_exchanges_overlap_with_other_work(once):
     """Of queries with the pooling of other features, of whole histories with the lookup of bags."""
-    for events in run_ranks(record_order, tmp_path, "gloo"):
+    for events in once[record_order]:
         queries, others = ["start", "pool", "finish"], ["start", "finish"]  # rows, results
         gradients = [*others, "start", "pool, backward", "finish", *others]
         assert events["stay"] == [*others, *queries, *others, "loss", *gradients]
         both = ["start", "start", "bags", "finish", "finish"]
         assert events["travel"] == [*both, "loss", "start", "start", "finish", "finish"]
-
-
-def weigh(device: torch.device) -> str:
-    """The error of weights of rows that are elsewhere."""
-    model = sharded(device, make_collection(), "stay by row").module
-    history = model.embedding_collections["8"](of_length(4))["hist"]
-    with pytest.raises(NotImplementedError) as error:
-        model.pooling.attentions[0].attention_weights(torch.zeros(3, 8), history)
-    return str(error.value)
-
-
-def test_weights_of_rows_that_are_elsewhere_are_refused(tmp_path: Path):
-    for message in run_ranks(weigh, tmp_path, "gloo"):
-        assert message.startswith("history must have its rows on this rank, got one of those that")
 
 
 def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
@@ -390,8 +332,8 @@ def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
     return results
 
 
-def test_lookups_are_tracked_and_prefetched(tmp_path: Path):
-    for travelling, staying in run_ranks(track_lookups, tmp_path, "gloo"):
+def test_lookups_are_tracked_and_prefetched(once):
+    for travelling, staying in once[track_lookups]:
         assert staying == travelling
 
 
@@ -407,25 +349,56 @@ def look_up_out_of_range(device: torch.device) -> tuple[list[int], Tensor]:
     return owned.lengths.tolist(), owned.rows.detach()
 
 
-def test_ids_out_of_range_are_looked_up_as_the_first_row_of_an_owner(tmp_path: Path):
+def test_ids_out_of_range_are_looked_up_as_the_first_row_of_an_owner(once):
     """As FBGEMM's check of bounds does it, on GPUs, where ids are not checked before."""
-    ranks = run_ranks(look_up_out_of_range, tmp_path, "gloo")
+    ranks = once[look_up_out_of_range]
     assert torch.tensor([lengths for lengths, _ in ranks]).sum(0).tolist() == [4] * 6
     lengths, rows = ranks[1]
     assert lengths[0] == 4
     assert torch.equal(rows[:4], make_collection().state_dict()[TABLE][25].expand(4, 8))
 
 
-def sort_too_many(device: torch.device) -> str:
-    """The error of more samples, features and ranks than int32 numbers."""
-    model = sharded(device, make_collection(), "stay by row")
-    exchange = model.module.embedding_collections["8"]._exchange
-    exchange._blocks = range(2**30)
-    with pytest.raises(ValueError, match="at most") as error:
-        exchange.start(of_length(4))
-    return str(error.value)
+def refuse(device: torch.device) -> None:
+    """Codecs of several rows fail on ranks whose number of rows they do not divide; weights need
+    the rows; keys of more samples, features and ranks do not fit into int32.
+    """
+    codecs = get_qcomm_codecs_registry(QCommsConfig(CommType.INT8, CommType.INT8), device=device)
+    sharder = HistoryEmbeddingCollectionSharder(qcomm_codecs_registry=codecs)
+    with pytest.raises(NotImplementedError, match="qcomm_codecs_registry must have codecs that di"):
+        make_sharded(device, ROW_WISE, make("default"), sharder=sharder)
+
+    model = sharded(device, make_collection(), "stay by row").module
+    lookup = model.embedding_collections["8"]
+    history = lookup(of_length(4))["hist"]
+    with pytest.raises(NotImplementedError, match="history must have its rows on this rank, got o"):
+        model.pooling.attentions[0].attention_weights(torch.zeros(3, 8), history)
+
+    lookup._exchange._blocks = range(2**30)
+    with pytest.raises(ValueError, match="features must have at most 1 samples"):
+        lookup._exchange.start(of_length(4))
 
 
-def test_keys_that_int32_does_not_hold_are_refused(tmp_path: Path):
-    for message in run_ranks(sort_too_many, tmp_path, "gloo"):
-        assert message.startswith("features must have at most 1 samples")
+def test_refused(once):
+    """See :func:`refuse`, which asserts it on each rank."""
+    assert once[refuse] == [None, None]
+
+
+ONCE = [
+    count_by_rank,
+    exchange_encoded,
+    record_order,
+    track_lookups,
+    look_up_out_of_range,
+    refuse,
+]
+
+
+def run_once(device: torch.device) -> list[Any]:
+    return [function(device) for function in ONCE]
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], list[Any]]:
+    """What each function returns on each of two CPU ranks."""
+    ranks = run_ranks(run_once, tmp_path_factory.mktemp("ranks"), "gloo")
+    return dict(zip(ONCE, map(list, zip(*ranks, strict=True)), strict=True))

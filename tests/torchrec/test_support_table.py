@@ -1,6 +1,7 @@
 """``docs/torchrec.md`` says what the tests do."""
 
 import ast
+import functools
 from pathlib import Path
 
 from tests.torchrec.test_options import OPTIONS, REFUSED
@@ -25,6 +26,7 @@ def is_expected_to_fail(function: ast.FunctionDef) -> bool:
     return any("mark.xfail" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
+@functools.cache
 def functions(file: str) -> dict[str, ast.FunctionDef]:
     body = ast.parse((TESTS / file).read_text()).body
     return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
@@ -58,7 +60,7 @@ def test_options_have_the_state_that_is_tested():
         option = what.split("`")[1] if what.startswith("`") else None
         if option in OPTIONS:
             states[option] = (cpu, gpu)
-    assert set(states) == set(OPTIONS) - {"plain", "evaluated"}
+    assert set(states) == set(OPTIONS) - {"plain"}
     for backend, column in (("gloo", 0), ("nccl", 1)):
         not_trained = {name for name, state in states.items() if state[column] in ("no", "error")}
         refused = {"variable batch sizes without inverse indices", "refused where rows stay"}

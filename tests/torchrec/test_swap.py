@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
@@ -92,18 +91,6 @@ def train(
     }
 
 
-def from_meta(device: torch.device) -> dict[str, Any]:
-    return train(device, make_model(META), sharders=[BAGS, SEQUENCES])
-
-
-def from_real_device(device: torch.device) -> dict[str, Any]:
-    return train(device, make_model(device), torch.optim.Adagrad)
-
-
-def with_all_sharders(device: torch.device) -> dict[str, Any]:
-    return train(device, make_model(META))
-
-
 def whole_sparse_arch(device: torch.device, made_on: torch.device | None = None) -> dict[str, Any]:
     """The line of TorchRec's example, which takes the weights of attentions, too."""
     return train(
@@ -114,57 +101,61 @@ def whole_sparse_arch(device: torch.device, made_on: torch.device | None = None)
     )
 
 
-def whole_sparse_arch_from_meta(device: torch.device) -> dict[str, Any]:
-    """DistributedModelParallel makes dense weights anew, which have no optimizer then."""
-    return whole_sparse_arch(device, made_on=META)
-
-
-def train_each_way(device: torch.device) -> list[dict[str, Any]]:
-    ways = (from_meta, from_real_device, with_all_sharders, whole_sparse_arch_from_meta)
-    return [how(device) for how in ways]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_trains(ranks: int, tmp_path: Path):
-    results = run_ranks(train_each_way, tmp_path, "gloo", ranks=ranks)
-    for ways in results:
-        for way, result in enumerate(ways):
-            assert torch.stack(result["losses"]).isfinite().all()
-            assert result["sharded"] == [True, True]
-            assert result["still"] == []
-            for name, weight in result["replicated"].items():
-                assert torch.equal(weight, results[0][way]["replicated"][name]), name
-
-
-def bags_alone(device: torch.device) -> dict[str, Any]:
-    return train(device, make_model(META), sharders=[BAGS])
-
-
-def bags_alone_without_bags(device: torch.device) -> dict[str, Any]:
-    return train(device, make_attended_model(), sharders=[BAGS])
-
-
-def bags_alone_without_a_pipeline(device: torch.device) -> dict[str, Any]:
-    return train(device, make_attended_model(), sharders=[BAGS], pipelined=False)
-
-
-def sequences_alone(device: torch.device) -> dict[str, Any]:
-    return train(device, make_model(META), sharders=[SEQUENCES])
-
-
-LACK = r"sharders of DistributedModelParallel must include {}Sharder\(\), got no such sharder: w"
-REFUSED = {
-    bags_alone: (RuntimeError, LACK.format("EmbeddingCollection")),
-    bags_alone_without_bags: (RuntimeError, LACK.format("EmbeddingCollection")),
-    bags_alone_without_a_pipeline: (RuntimeError, LACK.format("EmbeddingCollection")),
-    sequences_alone: (RuntimeError, LACK.format("EmbeddingBagCollection")),
-    whole_sparse_arch: (ValueError, r"embedding_parameters\(model\), .*, got pooling\.attentions"),
+# DistributedModelParallel makes dense weights on meta anew, which then have no optimizer.
+TRAINED: dict[str, Callable[[torch.device], dict[str, Any]]] = {
+    "from meta": lambda device: train(device, make_model(META), sharders=[BAGS, SEQUENCES]),
+    "from a real device": lambda device: train(device, make_model(device), torch.optim.Adagrad),
+    "all sharders": lambda device: train(device, make_model(META)),
+    "whole sparse arch from meta": lambda device: whole_sparse_arch(device, META),
 }
 
 
+LACK = r"sharders of DistributedModelParallel must include {}Sharder\(\), got no such sharder: w"
+NO_SEQUENCES, NO_BAGS = LACK.format("EmbeddingCollection"), LACK.format("EmbeddingBagCollection")
+REFUSED: list[tuple[Callable[[torch.device], Any], type[Exception], str]] = [
+    (lambda x: train(x, make_model(META), sharders=[BAGS]), RuntimeError, NO_SEQUENCES),
+    (lambda x: train(x, make_attended_model(), sharders=[BAGS]), RuntimeError, NO_SEQUENCES),
+    (
+        lambda x: train(x, make_attended_model(), sharders=[BAGS], pipelined=False),
+        RuntimeError,
+        NO_SEQUENCES,
+    ),
+    (lambda x: train(x, make_model(META), sharders=[SEQUENCES]), RuntimeError, NO_BAGS),
+    (whole_sparse_arch, ValueError, r"embedding_parameters\(model\), .*, got pooling\.attentions"),
+]
+
+
+def replicated_by_ddp(device: torch.device) -> Tensor:
+    losses = []
+    for model in (make_model(device), DistributedDataParallel(make_model(device))):
+        losses += [model(batch)[0].detach() for batch in batches(device)]
+    return torch.stack(losses)
+
+
+def on_each_rank(device: torch.device) -> dict[str, Any]:
+    trained = {name: how(device) for name, how in TRAINED.items()}
+    return {"trained": trained, "replicated": replicated_by_ddp(device)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(on_each_rank, tmp_path_factory.mktemp("ranks"), "gloo")
+
+
+@pytest.mark.parametrize("way", TRAINED)
+def test_trains(ranks: list[dict[str, Any]], way: str):
+    for results in ranks:
+        result = results["trained"][way]
+        assert torch.stack(result["losses"]).isfinite().all()
+        assert result["sharded"] == [True, True]
+        assert result["still"] == []
+        for name, weight in result["replicated"].items():
+            assert torch.equal(weight, ranks[0]["trained"][way]["replicated"][name]), name
+
+
 def refuse_each(device: torch.device) -> None:
-    for how, (expected, message) in REFUSED.items():
-        with pytest.raises(expected, match=message):
+    for how, error, message in REFUSED:
+        with pytest.raises(error, match=message):
             how(device)
 
 
@@ -172,14 +163,6 @@ def test_refused(tmp_path: Path):
     run_ranks(refuse_each, tmp_path, "gloo", ranks=1)
 
 
-def replicated_by_ddp(device: torch.device) -> torch.Tensor:
-    assert dist.is_initialized()
-    losses = []
-    for model in (make_model(device), DistributedDataParallel(make_model(device))):
-        losses += [model(batch)[0].detach() for batch in batches(device)]
-    return torch.stack(losses)
-
-
-def test_tables_may_be_whole_without_a_distributed_model_parallel(tmp_path: Path):
-    for losses in run_ranks(replicated_by_ddp, tmp_path, "gloo", ranks=2):
-        assert losses.isfinite().all()
+def test_tables_may_be_whole_without_a_distributed_model_parallel(ranks: list[dict[str, Any]]):
+    for results in ranks:
+        assert results["replicated"].isfinite().all()

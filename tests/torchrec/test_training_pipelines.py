@@ -126,11 +126,18 @@ def train_pipelined(device: torch.device, sharder: type[ModuleSharder]) -> dict[
     return losses
 
 
-@pytest.mark.parametrize("sharder", SHARDERS)
-def test_pipelined_training_equals_training_without(
-    sharder: type[ModuleSharder], tmp_path: Path, backend: str
-):
-    for losses in run_ranks(train_pipelined, tmp_path, backend, sharder):
+Trained = list[tuple[list[dict[str, Losses]], dict[str, Losses]]]
+
+
+@pytest.fixture(scope="module")
+def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return run_ranks(train_all, tmp_path_factory.mktemp("ranks"), backend)
+
+
+@pytest.mark.parametrize("sharder", range(len(SHARDERS)), ids=["travel", "stay"])
+def test_pipelined_training_equals_training_without(ranks: Trained, sharder: int):
+    for of_sharders, _ in ranks:
+        losses = of_sharders[sharder]
         for name, pipelined in losses.items():
             expected = losses["none, evaluation" if name == "evaluation" else "none"]
             if name == "none, evaluation":
@@ -165,8 +172,12 @@ def train_on_newest_rows(device: torch.device) -> dict[str, Losses]:
     return {"none": [loss for loss, _ in train(plain, device)], "pipelined": losses}
 
 
-def test_histories_are_cut_before_the_exchange_between_ranks(tmp_path: Path, backend: str):
-    for losses in run_ranks(train_on_newest_rows, tmp_path, backend):
+def train_all(device: torch.device) -> tuple[list[dict[str, Losses]], dict[str, Losses]]:
+    return [train_pipelined(device, sharder) for sharder in SHARDERS], train_on_newest_rows(device)
+
+
+def test_histories_are_cut_before_the_exchange_between_ranks(ranks: Trained):
+    for _, losses in ranks:
         assert torch.equal(torch.stack(losses["pipelined"]), torch.stack(losses["none"]))
 
 
