@@ -442,7 +442,8 @@ def test_gradients_of_weights():
         weighted = KeyedJaggedTensor(
             features.keys(), features.values(), weights, lengths=features.lengths()
         )
-        return collection.pooling(weighted, sequences, bags).values()
+        out = collection.pooling(weighted, sequences, bags)
+        return torch.cat([out["hist"], out["bought"]], 1)
 
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(features.values().numel(), dtype=torch.float64, generator=generator) + 0.5
