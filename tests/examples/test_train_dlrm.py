@@ -411,10 +411,13 @@ def parsed(monkeypatch, *options: str):
 
 @pytest.fixture
 def train_here(monkeypatch):
-    """The script in this process, on the CPU."""
+    """The script in this process, on the CPU, in one thread as in :func:`environment`."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    num_threads = torch.get_num_threads()
     with torch.autograd.set_multithreading_enabled(True):  # as before, afterwards
         yield lambda *options: train_dlrm.main(parsed(monkeypatch, *OPTIONS, *options))
+    torch.set_num_threads(num_threads)
 
 
 def assert_same_losses(actual: dict, expected: dict, *, epochs: int = 1) -> None:
