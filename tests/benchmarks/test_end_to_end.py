@@ -333,6 +333,18 @@ def test_curves_are_the_same_where_the_function_is(few_events):
     assert 0.9 < ne[0] < 1.1
 
 
+def test_curves_that_stand_are_not_trained_again(few_events, tmp_path, capsys):
+    csv = tmp_path / "quality.csv"
+    frames = []
+    for providers in (["padded"], ["padded", "ours"]):
+        end_to_end_quality.main(["--csv", str(csv), "--providers", *providers])
+        frames.append(pd.read_csv(csv))
+    assert "padded, epoch" not in capsys.readouterr().out.partition("ours, epoch")[2]
+    assert len(frames[1]) == 2 * len(frames[0])
+    assert not frames[1].duplicated(["case", "provider", "mode", "metric", "unit"]).any()
+    assert {*frames[1]["case"]} == {f"planted-{x}" for x in ("0.2", "0.5", "0.8", "1.0")}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -107,6 +107,11 @@ def test_ratings_are_events(movielens):
     assert examples.test.tolist() == [1, 5]
 
 
+def test_missing_files_are_named(tmp_path, capsys):
+    assert event_selection.main(["--data", str(tmp_path)]) == 1
+    assert "ratings.dat is missing; give --data the folder" in capsys.readouterr().err
+
+
 def test_events_must_convert():
     log = event_selection.make_up(users=3, events=5, noise=0.5)
     never = event_selection.EventLog(**vars(log) | {"converted": np.zeros(15, dtype=bool)})

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -57,6 +58,13 @@ def test_batches_are_in_order_of_time():
         assert torch.equal(torch.cat(labels), examples.label[order])
         assert examples.time[order].diff().min() >= 0
     assert events.training(0).time.max() < events.testing().time.min()
+
+
+def test_the_lowest_ids():
+    whole = quality.read(DATA)
+    part = quality.first_users(whole, 7)
+    assert np.array_equal(part.item, whole.item[whole.user < 7])
+    assert part.user.max() == 6
 
 
 def test_a_batch_is_scored_before_it_is_learned(monkeypatch):
@@ -169,6 +177,25 @@ def test_what_is_tuned_in_which_order(monkeypatch):
     np.testing.assert_allclose(frame["auc_se"], 0.01 / 3**0.5)
     np.testing.assert_allclose(frame["ahead"], [-0.1, 0, -0.1])  # of the same seeds
     np.testing.assert_allclose(frame["ahead_se"], 0, atol=1e-12)
+
+
+def test_what_is_finished_is_not_run_again(tmp_path, monkeypatch, capsys):
+    fake = FakeTraining()
+    monkeypatch.setattr(quality, "train", fake)
+    csv = tmp_path / "quality.csv"
+    options = ["--data", DATA, "--csv", str(csv), "--seeds", "2", "--poolings"]
+    assert quality.main([*options, "recency"]) == 0
+    first = pd.read_csv(csv)
+    assert len(first) == len(fake.runs)
+    assert first["date"].str.startswith("20").all()
+    fake.runs.clear()
+    assert quality.main([*options, "recency", "mean"]) == 0
+    assert {run.pooling for run in fake.runs} == {"mean"}
+    assert " recency " in capsys.readouterr().out
+    pd.testing.assert_frame_equal(pd.read_csv(csv)[: len(first)], first)
+    csv.write_text("data,pooling,auc\nsynthetic,mean,0.5\n")
+    assert quality.main([*options, "mean"]) == 1
+    assert f"--csv {csv} has no column batch_size, dense_lr, " in capsys.readouterr().err
 
 
 def test_results_do_not_depend_on_how_many_run_at_a_time(monkeypatch):

@@ -235,6 +235,8 @@ def test_ranks_come_from_the_process_group():
     [
         ({"lengths": [[1, 2]]}, ValueError, r"lengths must have shape \[S\], S > 0, got \[1, 2\]"),
         ({"lengths": []}, ValueError, r"lengths must have shape \[S\], S > 0, got \[0\]"),
+        ({"lengths": [1.0]}, TypeError, "lengths must be integers, got torch.float32"),
+        ({"lengths": [1, True]}, TypeError, "lengths must be integers, got a bool"),
         ({"lengths": ["a"]}, TypeError, "lengths must be a tensor, an array, a list or a S"),
         ({"lengths": np.array([True])}, TypeError, "lengths must be integers, got bool"),
         ({"lengths": pd.Series([1.5])}, TypeError, "lengths must be integers, got float64"),

@@ -400,8 +400,8 @@ def test_wrong_histories_are_named():
             select_events(long, scores)
         with pytest.raises(ValueError, match="keep or threshold must be given, got neither"):
             select_events({"a": long}, scores)
-    with pytest.raises(ValueError, match="threshold must be a number or None, got nan"):
-        select_events(long, torch.zeros(3), threshold=math.nan)
+    with pytest.raises(TypeError, match="threshold must be a number or None, got '9'"):
+        select_events(long, torch.zeros(3), threshold="9")
 
 
 @pytest.mark.parametrize(
