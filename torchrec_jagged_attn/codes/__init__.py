@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["MAX_LEVELS", "bytes_of_codes", "codes_per_byte"]
-
-BYTE = 256
 MAX_LEVELS = 255
 
 
 def codes_per_byte(num_levels: int) -> int:
     """How many codes of ``num_levels`` a byte holds: five of three levels."""
     count = 1
-    while num_levels ** (count + 1) <= BYTE:
+    while num_levels ** (count + 1) <= 256:
         count += 1
     return count
 

@@ -2,7 +2,7 @@
 
 # FX reads annotations, so they are no strings here.
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torchrec_jagged_attn.collection.batch_checks import (
     check_equal_lengths,
     replace_rows,
 )
-from torchrec_jagged_attn.selection.api import SelectedRows, check_threshold, select_rows, take_rows
+from torchrec_jagged_attn.selection.api import check_threshold, select_rows, take_rows
 
 Histories = TypeVar("Histories", JaggedTensor, dict[str, JaggedTensor])
 
@@ -56,9 +56,9 @@ def select_events(
         [tensor([3, 5]), tensor([9])]
     """
     check_limits(keep, threshold)
+    options = {"keep": keep, "threshold": threshold, "segments": segments, "capacity": capacity}
     if not isinstance(events, dict):
-        options = {"keep": keep, "threshold": threshold, "segments": segments}
-        return select_events({"events": events}, scores, capacity=capacity, **options)["events"]
+        return select_events({"events": events}, scores, **options)["events"]
     if not events:
         raise ValueError("events must have one history or more, got none")
     for name, history in events.items():
@@ -67,28 +67,27 @@ def select_events(
     first_name, first = next(iter(events.items()))
     for name, history in events.items():
         check_equal_lengths(history, name, first, first_name)
-    selected = select_rows(
-        first.offsets(),
-        scores,
-        num_rows=first.values().shape[0],
-        keep=keep,
-        threshold=threshold,
-        segments=segments,
-        capacity=capacity,
-    )
+    return cast("Histories", _selected(events, scores, **options))
+
+
+def _selected(
+    histories: dict[str, JaggedTensor], scores: Tensor | None, **options: Any
+) -> dict[str, JaggedTensor]:
+    """Of histories of the same events, those that ``select_rows`` keeps."""
+    first = next(iter(histories.values()))
+    num_rows = first.values().shape[0]
+    selected = select_rows(first.offsets(), scores, num_rows=num_rows, **options)
     lengths = selected.offsets.diff().to(first.lengths().dtype)
-    kept = {name: _take(history, selected, lengths) for name, history in events.items()}
-    return cast("Histories", kept)
-
-
-def _take(history: JaggedTensor, selected: SelectedRows, lengths: Tensor) -> JaggedTensor:
-    weights = history.weights_or_none()
-    return JaggedTensor(
-        take_rows(history.values(), selected),
-        None if weights is None else take_rows(weights, selected),
-        lengths,
-        selected.offsets,
-    )
+    kept = {}
+    for name, history in histories.items():
+        weights = history.weights_or_none()
+        kept[name] = JaggedTensor(
+            take_rows(history.values(), selected),
+            None if weights is None else take_rows(weights, selected),
+            lengths,
+            selected.offsets,
+        )
+    return kept
 
 
 class EventSelection(nn.Module):
@@ -181,34 +180,29 @@ def _select(
     threshold: float | None,
     segments: Tensor | None,
 ) -> KeyedJaggedTensor:
-    """The selection of the first key's rows is that of the others."""
     check_events(features, keys)
-    first = features[keys[0]]
-    selected = select_rows(
-        first.offsets(),
+    kept = _selected(
+        {key: features[key] for key in keys},
         scores,
-        num_rows=first.values().numel(),
         keep=keep,
         threshold=threshold,
         segments=segments,
     )
 
-    def kept(rows: Tensor) -> Tensor:
-        """Of ids or weights of all keys."""
-        values = zip(features.keys(), rows.split(features.length_per_key()), strict=True)
-        return torch.cat([take_rows(x, selected) if key in keys else x for key, x in values])
+    def joined(x: Tensor, sizes: list[int], of_kept: Callable[[JaggedTensor], Tensor]) -> Tensor:
+        """``x`` of all keys, in which that of events is replaced."""
+        of_keys = zip(features.keys(), x.split(sizes), strict=True)
+        return torch.cat([of_kept(kept[key]) if key in kept else old for key, old in of_keys])
 
-    weights = features.weights_or_none()
-    lengths = selected.offsets.diff().to(features.lengths().dtype)
-    of_keys = zip(features.keys(), features.lengths().split(features.stride_per_key()), strict=True)
+    counts, weights = features.length_per_key(), features.weights_or_none()
     return replace_rows(
         features,
-        kept(features.values()),
-        None if weights is None else kept(weights),
-        torch.cat([lengths if key in keys else old for key, old in of_keys]),
+        joined(features.values(), counts, JaggedTensor.values),
+        None if weights is None else joined(weights, counts, JaggedTensor.weights),
+        joined(features.lengths(), features.stride_per_key(), JaggedTensor.lengths),
         [
-            selected.rows.numel() if key in keys else count
-            for key, count in zip(features.keys(), features.length_per_key(), strict=True)
+            kept[key].values().numel() if key in kept else count
+            for key, count in zip(features.keys(), counts, strict=True)
         ],
     )
 
