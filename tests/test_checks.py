@@ -206,10 +206,7 @@ def test_numbers_are_those_of_python():
     [
         (lambda x: package.jagged_target_attention(QUERY, x, OFFSETS), "history"),
         (lambda x: package.jagged_dense_bmm(x, torch.zeros(3, 8, 2), OFFSETS), "x"),
-        (
-            lambda x: ops.take_rows(x, ops.select_rows(OFFSETS, num_rows=9, keep=1)),
-            "x",
-        ),
+        (lambda x: ops.take_rows(x, ops.select_rows(OFFSETS, num_rows=9, keep=1)), "x"),
     ],
 )
 def test_tensors_have_strides(call, name):
@@ -248,10 +245,7 @@ def test_devices_and_dtypes_are_named(make):
         (lambda x: package.rename_keys(x, {"a": "b"}), "state"),
         (lambda x: package.rename_keys({"a": 1}, x), "names"),
         (lambda x: events.EventBasedFeature([x], 8), "tables"),
-        (
-            lambda x: semantic_ids.VQFusion({"a": 8}, x, latent_dim=4, num_codes=2),
-            "labels",
-        ),
+        (lambda x: semantic_ids.VQFusion({"a": 8}, x, latent_dim=4, num_codes=2), "labels"),
         (semantic_ids.VQFusion({"a": 8}, latent_dim=4, num_codes=2).fit, "batches"),
         (lambda x: package.jagged_flash_attention(HEADS, HEADS, HEADS, x), "q_offsets"),
         (lambda x: package.JaggedFeatureInteraction(fused=x), "fused"),

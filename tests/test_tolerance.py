@@ -131,10 +131,7 @@ def test_what_has_no_rule_is_refused():
     x = draw(3).double()
     with RoundingErrors(torch.float32), pytest.raises(NotImplementedError, match=r"aten\.erfinv"):
         torch.erfinv(x)
-    with (
-        RoundingErrors(torch.float32),
-        pytest.raises(NotImplementedError, match="return fp64"),
-    ):
+    with RoundingErrors(torch.float32), pytest.raises(NotImplementedError, match="return fp64"):
         x.exp().float()
     with (
         RoundingErrors(torch.float32),

@@ -72,11 +72,7 @@ def test_histories_are_the_newest_events_before():
     assert labels.tolist() == [1] * 10 + [0] * 10
     for at, place in enumerate([*examples.train[:10].tolist()] * 2):
         begin = max(int(np.searchsorted(log.user, log.user[place])), place - 5)
-        for key, values in (
-            ("history", log.item),
-            ("surface", log.surface),
-            ("dwell", log.dwell),
-        ):
+        for key, values in (("history", log.item), ("surface", log.surface), ("dwell", log.dwell)):
             got = features[key].to_dense()[at]
             assert got.tolist() == values[begin:place].tolist()
     assert features["item"].values()[:10].tolist() == log.item[examples.train[:10]].tolist()

@@ -211,13 +211,9 @@ def test_pauses_of_any_unit():
         (
             {"timestamps": torch.tensor([5, 4])},
             ValueError,
-            "timestamps must not decrease within a sample, .*, got 5 then 4 at position 1",
+            "must not decrease .*, got 5 then 4 at position 1",
         ),
-        (
-            {"relevance": torch.tensor([0.5, 1.5])},
-            ValueError,
-            r"relevance must be 0 to 1, got 1\.5",
-        ),
+        ({"relevance": torch.tensor([0.5, 1.5])}, ValueError, "relevance must be 0 to 1, got 1.5"),
         ({"gap": -1}, ValueError, "gap must be finite and not negative, got -1"),
         ({"gap": math.nan}, ValueError, "gap must be finite, got nan"),
         ({"threshold": 1.5}, ValueError, r"threshold must be a probability, 0 to 1, got 1\.5"),

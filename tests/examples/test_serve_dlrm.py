@@ -16,14 +16,7 @@ import pytest
 import serve_dlrm
 import torch
 from events import NUM_DENSE_FEATURES
-from scoring import (
-    HISTORIES,
-    TARGETS,
-    RequestError,
-    Requests,
-    Server,
-    read_request,
-)
+from scoring import HISTORIES, TARGETS, RequestError, Requests, Server, read_request
 from serve_dlrm import (
     Scorer,
     compile_program,

@@ -28,23 +28,14 @@ from checkpoint import (
     load_state,
     newest_checkpoint,
 )
-from events import (
-    DataError,
-    Events,
-    InteractionLog,
-    evaluation_batches,
-)
+from events import DataError, Events, InteractionLog, evaluation_batches
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planted import planted_log
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from tests.processes import (
-    run_script,
-    started_script,
-    variables_of_ranks,
-)
+from tests.processes import run_script, started_script, variables_of_ranks
 from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
 from tests.tolerance import assert_close
@@ -77,13 +68,7 @@ def test_movielens_is_read_in_order_of_user_and_time(tmp_path):
         "age": [1, 0],
         "occupation": [0, 1],
     }
-    assert log.cardinalities() == {
-        "item": 3,
-        "category": 2,
-        "gender": 2,
-        "age": 2,
-        "occupation": 2,
-    }
+    assert log.cardinalities() == {"item": 3, "category": 2, "gender": 2, "age": 2, "occupation": 2}
 
 
 @pytest.mark.parametrize(

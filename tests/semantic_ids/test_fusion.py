@@ -156,11 +156,7 @@ def test_cosines_of_any_scale(factor):
         ({"embeddings": {}}, ValueError, "embeddings must hold at least one width, got none"),
         ({"embeddings": ["text"]}, TypeError, "embeddings must be sizes by name, got a list"),
         ({"labels": {"kind": 0}}, ValueError, r"labels\['kind'\] must be at least 1, got 0"),
-        (
-            {"labels": {"text": 3}},
-            ValueError,
-            r"must have different names, .*, got \['text'\]",
-        ),
+        ({"labels": {"text": 3}}, ValueError, r"must have different names, .*, got \['text'\]"),
         ({"labels": {"commitment": 3}}, ValueError, r"none of them 'commitment', got \['commitm"),
         ({"losses": ["mse"]}, TypeError, "losses must be by name, got a list"),
         ({"losses": {"kind": "mse"}}, ValueError, r"losses must have keys .*, got \['kind'\]"),
@@ -199,11 +195,7 @@ def test_wrong_embeddings_are_named(change, error, message):
         ({}, ValueError, r"labels must have the names \['kind'\], got \[\]"),
         ({"kind": torch.zeros(2).long()}, ValueError, r"must have shape \[N\] = \[3\], got \[2\]"),
         ({"kind": torch.zeros(3).int()}, TypeError, r"must be int64, got torch.int32"),
-        (
-            {"kind": torch.tensor([0, 4, 1])},
-            ValueError,
-            "must be 0 to 3, got 0 to 4",
-        ),
+        ({"kind": torch.tensor([0, 4, 1])}, ValueError, "must be 0 to 3, got 0 to 4"),
     ],
 )
 def test_wrong_labels_are_named(labels, error, message):
