@@ -12,26 +12,19 @@ SCORES = ("softmax", "silu", "sigmoid")
 
 
 class Biases(NamedTuple):
-    """What is added to the scores of ``H`` heads, and what is dropped. ``N`` are the rows of keys.
+    """What is added to the scores of ``H`` heads, and what is dropped, of ``N`` rows of keys."""
 
-    Attributes:
-        bias: ``[N, H]``; or ``[N]`` prior weights, whose logarithm is the bias of all heads.
-        position_bias: ``[P, H]``, by the bucket of a row's position from the end of its sample.
-        age_bias: ``[A, H]``, by the bucket of a row's age.
-        timestamps: ``[N]``, of which the ages are taken.
-        request_time: ``[B]``, the time of each sample that its ages are counted from; ``None`` for
-            that of its newest row.
-        row_dropout: ``[2]`` int64, see ``attention/dropout.py``: rows that it drops have a bias of
-            ``-inf``.
-        dropout: ``[2]`` int64, see there: weights that it drops are zero, and the others larger.
-    """
-
+    # [N, H]; or [N] prior weights, whose logarithm is the bias of all heads
     bias: Tensor | None = None
+    # [P, H], by the bucket of a row's position from the end of its sample
     position_bias: Tensor | None = None
-    age_bias: Tensor | None = None
-    timestamps: Tensor | None = None
+    age_bias: Tensor | None = None  # [A, H], by the bucket of a row's age
+    timestamps: Tensor | None = None  # [N], of which the ages are taken
+    # [B], the time that a sample's ages are counted from; ``None`` for that of its newest row
     request_time: Tensor | None = None
+    # [2] int64, see ``attention/dropout.py``: rows that it drops have a bias of ``-inf``
     row_dropout: Tensor | None = None
+    # [2] int64, see there: weights that it drops are zero, and the others larger
     dropout: Tensor | None = None
 
     @property

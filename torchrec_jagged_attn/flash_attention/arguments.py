@@ -14,39 +14,27 @@ from torchrec_jagged_attn.attention.arguments import Biases
 
 
 class FlashArguments(NamedTuple):
-    """Arguments of ``flash_attention``: see :func:`jagged_flash_attention`.
-
-    Attributes:
-        biases: of keys.
-        relative_bias: ``[R, H]``, by the bucket of the distance of a query and a key.
-        window: how many keys each query sees at most; 0 for all.
-        needs_stats: whether the statistics of the softmax are returned. Kernels always keep them,
-            for the gradient.
-    """
+    """Arguments of ``flash_attention``: see :func:`jagged_flash_attention`."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     q_offsets: Tensor
     kv_offsets: Tensor
-    biases: Biases
-    relative_bias: Tensor | None
+    biases: Biases  # of keys
+    relative_bias: Tensor | None  # [R, H], by the bucket of the distance of a query and a key
     causal: bool
-    window: int
+    window: int  # how many keys each query sees at most; 0 for all
     scale: float
+    # Whether the statistics of the softmax are returned. Kernels always keep them, for the gradient
     needs_stats: bool
 
 
 class FlashOutputs(NamedTuple):
-    """What ``flash_attention`` returns.
+    """What ``flash_attention`` returns."""
 
-    Attributes:
-        out: ``[ΣLq, H, Dv]``.
-        stats: ``[2, ΣLq, H]`` fp32, see :class:`TargetOutputs`; zeros if not requested.
-    """
-
-    out: Tensor
-    stats: Tensor
+    out: Tensor  # [ΣLq, H, Dv]
+    stats: Tensor  # [2, ΣLq, H] fp32, see :class:`TargetOutputs`; zeros if not requested
 
 
 class FlashGradients(NamedTuple):

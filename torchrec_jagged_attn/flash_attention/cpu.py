@@ -35,21 +35,13 @@ LEAST = -1000.0  # a score whose sigmoid is zero, as that of -inf
 
 
 class Additions(NamedTuple):
-    """What target attention has, and flash attention has not.
+    """What target attention has, and flash attention has not."""
 
-    Attributes:
-        score: one of ``SCORES``.
-        indices: ``[N]``: keys are values, and the rows of ``k`` that these name.
-        row_numbers: ``[N]``, see :class:`TargetArguments`.
-        row_number_ends: ``[B]``, see there.
-        grad_lse: ``[M, H]``, the gradient of the log-sum-exps of queries; zero where they see
-            nothing.
-    """
-
-    score: str = "softmax"
-    indices: Tensor | None = None
-    row_numbers: Tensor | None = None
-    row_number_ends: Tensor | None = None
+    score: str = "softmax"  # one of ``SCORES``
+    indices: Tensor | None = None  # [N]: keys are values, and the rows of ``k`` that these name
+    row_numbers: Tensor | None = None  # [N], see :class:`TargetArguments`
+    row_number_ends: Tensor | None = None  # [B], see there
+    # [M, H], the gradient of the log-sum-exps of queries; zero where they see nothing
     grad_lse: Tensor | None = None
 
 

@@ -30,47 +30,29 @@ from torchrec_jagged_attn.runtime.kernels.matmul import (
 
 
 class Call(NamedTuple):
-    """What a plan depends on.
-
-    Attributes:
-        on_hopper: whether the device is a Hopper GPU.
-        precision: of products, see ``product_precision``.
-        shared_memory: most bytes of a program.
-        num_heads: heads of queries.
-        num_key_heads: heads of keys and values.
-        width: of queries and keys.
-        value_width: of values.
-        has_bias: whether there is a ``bias``, which may be prior weights.
-        has_prior_weights: whether the bias is prior weights.
-        has_row_dropout: whether there is dropout of rows of keys.
-        has_dropout: whether there is dropout of weights.
-        position_buckets: rows of ``position_bias``, 0 without it.
-        age_buckets: rows of ``age_bias``, 0 without it.
-        distance_buckets: rows of ``relative_bias``, 0 without it.
-        counted: whether int32 can count the (sample, head) pairs.
-        in_boxes: whether the tensor memory accelerator can address the inputs, and in backward the
-            gradients, and none of them is empty.
-    """
+    """What a plan depends on."""
 
     device: torch.device
-    on_hopper: bool
+    on_hopper: bool  # whether the device is a Hopper GPU
     dtype: torch.dtype
-    precision: str
-    shared_memory: int
-    num_heads: int
-    num_key_heads: int
-    width: int
-    value_width: int
-    has_bias: bool
-    has_prior_weights: bool
-    has_row_dropout: bool
-    has_dropout: bool
-    position_buckets: int
-    age_buckets: int
-    distance_buckets: int
+    precision: str  # of products, see ``product_precision``
+    shared_memory: int  # most bytes of a program
+    num_heads: int  # heads of queries
+    num_key_heads: int  # heads of keys and values
+    width: int  # of queries and keys
+    value_width: int  # of values
+    has_bias: bool  # whether there is a ``bias``, which may be prior weights
+    has_prior_weights: bool  # whether the bias is prior weights
+    has_row_dropout: bool  # whether there is dropout of rows of keys
+    has_dropout: bool  # whether there is dropout of weights
+    position_buckets: int  # rows of ``position_bias``, 0 without it
+    age_buckets: int  # rows of ``age_bias``, 0 without it
+    distance_buckets: int  # rows of ``relative_bias``, 0 without it
     causal: bool
     negative_scale: bool
-    counted: bool
+    counted: bool  # whether int32 can count the (sample, head) pairs
+    # Whether the tensor memory accelerator can address the inputs, and in backward the gradients,
+    # and none of them is empty
     in_boxes: bool = True
 
     @property
@@ -164,23 +146,15 @@ _MOST_ROWS = {"hopper_short": hopper_short.MOST_ROWS, "general_short": general_s
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels of a call, and their compile-time constants.
+    """The kernels of a call, and their compile-time constants."""
 
-    Attributes:
-        call: what the plan is for.
-        short_samples: the variant of short samples; that of long ones if none computes them whole.
-        long_samples: the variant of all other samples.
-        most_short: most rows of a short sample; 0 if none is short.
-        together: ``together`` of the list of tiles of keys on Hopper, see ``list_tiles``.
-        constants: of all kernels, without strides and tiles.
-    """
-
-    call: Call
+    call: Call  # what the plan is for
+    # The variant of short samples; that of long ones if none computes them whole
     short_samples: Choice
-    long_samples: Choice
-    most_short: int
-    together: int
-    constants: Constants = field(repr=False)
+    long_samples: Choice  # the variant of all other samples
+    most_short: int  # most rows of a short sample; 0 if none is short
+    together: int  # ``together`` of the list of tiles of keys on Hopper, see ``list_tiles``
+    constants: Constants = field(repr=False)  # of all kernels, without strides and tiles
 
     @property
     def on_hopper(self) -> bool:

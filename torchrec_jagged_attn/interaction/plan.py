@@ -21,17 +21,11 @@ LONGEST_WHOLE_ROW = 512
 
 
 class PairProduct(NamedTuple):
-    """Operands of a product of pairs, on which its variant depends.
+    """Operands of a product of pairs, on which its variant depends."""
 
-    Attributes:
-        x: ``[Nx, D]``, not empty.
-        y: ``[Ny, D]``, not empty.
-        num_samples: ``B``.
-    """
-
-    x: Tensor
-    y: Tensor
-    num_samples: int
+    x: Tensor  # [Nx, D], not empty
+    y: Tensor  # [Ny, D], not empty
+    num_samples: int  # ``B``
 
 
 def _can_copy_rows(call: PairProduct) -> bool:

@@ -25,34 +25,24 @@ _logged: set[tuple[str, str, Choice]] = set()
 
 
 class Condition(NamedTuple):
-    """A condition of a kernel variant.
+    """A condition of a kernel variant."""
 
-    Attributes:
-        text: the condition in words, for the table and the log.
-        holds: whether it holds for a call.
-    """
-
-    text: str
-    holds: Callable[[Any], bool]
+    text: str  # the condition in words, for the table and the log
+    holds: Callable[[Any], bool]  # whether it holds for a call
 
 
 @dataclass(frozen=True)
 class KernelVariant:
-    """A kernel variant of an op.
+    """A kernel variant of an op."""
 
-    Attributes:
-        name: of the variant, as in the names of its files.
-        conditions: that a call must meet; none if the variant supports any call.
-        runs_on: whether the variant runs on a device.
-        device: that device, in words.
-        samples: the samples of a call that it computes, in words; empty for all. The kernels
-            decide, since the host does not know the lengths.
-    """
-
-    name: str
+    name: str  # of the variant, as in the names of its files
+    # That a call must meet; none if the variant supports any call
     conditions: tuple[Condition, ...] = ()
+    # Whether the variant runs on a device
     runs_on: Callable[[torch.device], bool] = lambda device: True
-    device: str = "another device"
+    device: str = "another device"  # that device, in words
+    # The samples of a call that it computes, in words; empty for all. The kernels decide, since the
+    # host does not know the lengths.
     samples: str = ""
 
     @property
@@ -74,14 +64,10 @@ class KernelVariant:
 
 
 class Choice(NamedTuple):
-    """The variant that serves a call.
+    """The variant that serves a call."""
 
-    Attributes:
-        variant: its name.
-        refused: the variants before it, each with the condition that does not hold.
-    """
-
-    variant: str
+    variant: str  # its name
+    # The variants before it, each with the condition that does not hold
     refused: tuple[tuple[str, str], ...]
 
 

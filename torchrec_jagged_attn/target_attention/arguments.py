@@ -15,35 +15,25 @@ from torchrec_jagged_attn.attention.arguments import Biases
 
 
 class TargetArguments(NamedTuple):
-    """Arguments of ``target_attention``: see :func:`jagged_target_attention`.
+    """Arguments of ``target_attention``: see :func:`jagged_target_attention`."""
 
-    Attributes:
-        query: ``[B, T, H, D]``, ``[1, T, H, D]`` or, with ``query_offsets``, ``[ΣT, H, D]``.
-        history: ``[N, D]`` or, with ``indices``, ``[U, D]``; with ``num_levels``, of packed rows.
-        indices: ``[N]``, of the rows of ``history``.
-        biases: of history rows.
-        row_numbers: ``[N]`` int32 or int64, where the rows are some of a larger batch: the number
-            that each has there, by which it draws and its position is counted. ``None`` of a batch
-            that is whole. Ages are then counted from ``request_time``.
-        row_number_ends: ``[B]``, in the same dtype, with ``row_numbers`` alone: the number after
-            the last row that each sample has there.
-        score: one of ``SCORES``.
-        num_levels: of packed codes; 0 where ``history`` is not packed.
-        for_backward: whether a gradient may be taken.
-    """
-
-    query: Tensor
-    history: Tensor
+    query: Tensor  # [B, T, H, D], [1, T, H, D] or, with ``query_offsets``, [ΣT, H, D]
+    history: Tensor  # [N, D] or, with ``indices``, [U, D]; with ``num_levels``, of packed rows
     offsets: Tensor
     query_offsets: Tensor | None
-    indices: Tensor | None
-    biases: Biases
+    indices: Tensor | None  # [N], of the rows of ``history``
+    biases: Biases  # of history rows
+    # [N] int32 or int64, where the rows are some of a larger batch: the number that each has there,
+    # by which it draws and its position is counted. ``None`` of a batch that is whole. Ages are
+    # then counted from ``request_time``.
     row_numbers: Tensor | None
+    # [B], in the same dtype, with ``row_numbers`` alone: the number after the last row that each
+    # sample has there
     row_number_ends: Tensor | None
     scale: float
-    score: str
-    num_levels: int
-    for_backward: bool
+    score: str  # one of ``SCORES``
+    num_levels: int  # of packed codes; 0 where ``history`` is not packed
+    for_backward: bool  # whether a gradient may be taken
 
     @property
     def num_rows(self) -> int:
@@ -52,18 +42,13 @@ class TargetArguments(NamedTuple):
 
 
 class TargetOutputs(NamedTuple):
-    """What ``target_attention`` returns.
+    """What ``target_attention`` returns."""
 
-    Attributes:
-        out: ``[B, T, H, D]`` or ``[ΣT, H, D]``.
-        residual: fp32 output minus its rounded value, for the gradient; empty for fp32, or where no
-            gradient will be taken.
-        stats: ``[2, …]`` fp32, of fp64 in fp64: of each row of ``out`` the softmax's largest score
-            and one by the sum of its weights; zeros where it sees nothing.
-    """
-
-    out: Tensor
+    out: Tensor  # [B, T, H, D] or [ΣT, H, D]
+    # fp32 output minus its rounded value, for the gradient; empty for fp32, or without a gradient
     residual: Tensor
+    # [2, …] fp32, of fp64 in fp64: of each row of ``out`` the softmax's largest score and one by
+    # the sum of its weights; zeros where it sees nothing
     stats: Tensor
 
 
@@ -89,26 +74,19 @@ class TargetGradients(NamedTuple):
 
 
 class ProjectionWeights(NamedTuple):
-    """Weights and biases of queries, keys, values and the output.
+    """Weights and biases of queries, keys, values and the output."""
 
-    Attributes:
-        q_weight: ``[E, C]``; or, without the next two, ``[3 · E, E]`` for all three.
-        k_weight: ``[E, D]``.
-        v_weight: ``[E, D]``.
-        in_bias: ``[3 · E]`` of queries, keys and values; that of keys changes nothing. ``[E]`` of
-            queries alone, where there is no ``out_weight``.
-        out_weight: ``[E, E]``; or ``None``, where values are the rows of the history themselves and
-            are not projected: each head has its own columns of them. ``k_weight`` is given then,
-            without ``v_weight`` and ``out_bias``, and ``D = E``.
-        out_bias: ``[E]``.
-    """
-
-    q_weight: Tensor
-    k_weight: Tensor | None
-    v_weight: Tensor | None
+    q_weight: Tensor  # [E, C]; or, without the next two, [3 · E, E] for all three
+    k_weight: Tensor | None  # [E, D]
+    v_weight: Tensor | None  # [E, D]
+    # [3 · E] of queries, keys and values; that of keys changes nothing. [E] of queries alone, where
+    # there is no ``out_weight``.
     in_bias: Tensor | None
+    # [E, E]; or ``None``, where values are the rows of the history themselves and are not
+    # projected: each head has its own columns of them. ``k_weight`` is given then, without
+    # ``v_weight`` and ``out_bias``, and ``D = E``.
     out_weight: Tensor | None
-    out_bias: Tensor | None
+    out_bias: Tensor | None  # [E]
 
     @property
     def of_inputs(self) -> list[Tensor]:
@@ -117,40 +95,24 @@ class ProjectionWeights(NamedTuple):
 
 
 class MultiHeadArguments(NamedTuple):
-    """Arguments of ``multi_head_target_attention``.
+    """Arguments of ``multi_head_target_attention``."""
 
-    Attributes:
-        target: ``[B, C]``, ``[B, T, C]`` or, with ``query_offsets``, ``[ΣT, C]``, of any dtype.
-        history: ``[N, D]`` or, with ``indices``, ``[U, D]``, read in its own dtype; with
-            ``num_levels``, of packed rows.
-        offsets: ``[B + 1]`` int32 or int64.
-        query_offsets: ``[B + 1]`` int32 or int64, of a jagged target.
-        indices: ``[N]``, of the rows of ``history``: keys and values are absorbed then.
-        weights: of the module.
-        biases: of history rows; ``bias`` are prior weights. ``dropout`` leaves the bias of values
-            as it is.
-        num_heads: ``H``.
-        dtype: what projections are computed in, whatever dtypes their inputs have; but
-            materialized keys and values in that of ``history``.
-        keys_and_values: ``"absorbed"``, ``"materialized"`` or ``"auto"``.
-        score: one of ``SCORES``.
-        num_levels: see :class:`TargetArguments`. Keys and values are absorbed then.
-        for_backward: whether a gradient may be taken.
-    """
-
-    target: Tensor
-    history: Tensor
-    offsets: Tensor
-    query_offsets: Tensor | None
-    indices: Tensor | None
-    weights: ProjectionWeights
+    target: Tensor  # [B, C], [B, T, C] or, with ``query_offsets``, [ΣT, C], of any dtype
+    history: Tensor  # [N, D] or, with ``indices``, [U, D]; with ``num_levels``, of packed rows
+    offsets: Tensor  # [B + 1] int32 or int64
+    query_offsets: Tensor | None  # [B + 1] int32 or int64, of a jagged target
+    indices: Tensor | None  # [N], of the rows of ``history``: keys and values are absorbed then
+    weights: ProjectionWeights  # of the module
+    # Of history rows; ``bias`` are prior weights. ``dropout`` leaves the bias of values as it is.
     biases: Biases
-    num_heads: int
+    num_heads: int  # ``H``
+    # What projections are computed in, whatever dtypes their inputs have; but materialized keys and
+    # values in that of ``history``
     dtype: torch.dtype
-    keys_and_values: str
-    score: str
-    num_levels: int
-    for_backward: bool
+    keys_and_values: str  # ``"absorbed"``, ``"materialized"`` or ``"auto"``
+    score: str  # one of ``SCORES``
+    num_levels: int  # see :class:`TargetArguments`. Keys and values are absorbed then
+    for_backward: bool  # whether a gradient may be taken
 
     @property
     def embed_dim(self) -> int:
@@ -185,28 +147,20 @@ class MultiHeadOutputs(NamedTuple):
     """What ``multi_head_target_attention`` returns: the output, and what its gradient needs.
 
     ``R`` are all targets.
-
-    Attributes:
-        out: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``.
-        q: ``[R, H, E / H]``.
-        u: ``[R, H, D]``, what history rows are compared with, in the dtype of the history. Without
-            a row where nothing asks for it, like ``pooled``.
-        pooled: ``[R, H, D]``, the pooled rows of the history, in its dtype.
-        residual: that of ``pooled``, see :class:`TargetOutputs`.
-        stats: of the attention.
-        values: ``[R, E]``; of no row where they are not projected: they are ``out``. Materialized
-            ones are without their bias where weights are dropped.
-        filled: ``[R]`` ones for targets with a history, zeros for others; empty where values have
-            no bias.
     """
 
-    out: Tensor
-    q: Tensor
+    out: Tensor  # [B, E], [B, T, E] or [ΣT, E]
+    q: Tensor  # [R, H, E / H]
+    # [R, H, D], what history rows are compared with, in the dtype of the history. Without a row
+    # where nothing asks for it, like ``pooled``.
     u: Tensor
-    pooled: Tensor
-    residual: Tensor
-    stats: Tensor
+    pooled: Tensor  # [R, H, D], the pooled rows of the history, in its dtype
+    residual: Tensor  # that of ``pooled``, see :class:`TargetOutputs`
+    stats: Tensor  # of the attention
+    # [R, E]; of no row where they are not projected: they are ``out``. Materialized ones are
+    # without their bias where weights are dropped.
     values: Tensor
+    # [R] ones for targets with a history, zeros for others; empty where values have no bias
     filled: Tensor
 
 
@@ -227,48 +181,32 @@ class MultiHeadGradients(NamedTuple):
 
 
 class ProjectionRows(NamedTuple):
-    """Rows of ``R`` targets that the gradients of weights and biases are sums over.
+    """Rows of ``R`` targets that the gradients of weights and biases are sums over."""
 
-    Attributes:
-        grad_q: ``[R, E]``.
-        target: ``[R, C]``.
-        grad_out: ``[R, E]``; ``None`` where values are not projected, like all of values below.
-        v: ``[R, E]``, the pooled values.
-        grad_v: ``[R, E]``, of values.
-        filled: ``[R]`` ones where a target has a history, else zeros; empty without biases. Of
-            values.
-        q: ``[R, H, E / H]``; ``None`` where keys and values are materialized, like the next two.
-        grad_u: ``[R, H, D]``.
-        pooled: ``[R, H, D]``, of values.
-    """
-
-    grad_q: Tensor
-    target: Tensor
+    grad_q: Tensor  # [R, E]
+    target: Tensor  # [R, C]
+    # [R, E]; ``None`` where values are not projected, like all of values below
     grad_out: Tensor | None = None
-    v: Tensor | None = None
-    grad_v: Tensor | None = None
+    v: Tensor | None = None  # [R, E], the pooled values
+    grad_v: Tensor | None = None  # [R, E], of values
+    # [R] ones where a target has a history, else zeros; empty without biases. Of values.
     filled: Tensor | None = None
+    # [R, H, E / H]; ``None`` where keys and values are materialized, like the next two
     q: Tensor | None = None
-    grad_u: Tensor | None = None
-    pooled: Tensor | None = None
+    grad_u: Tensor | None = None  # [R, H, D]
+    pooled: Tensor | None = None  # [R, H, D], of values
 
 
 class ProjectionGradients(NamedTuple):
-    """Gradients of weights and biases, each contiguous.
+    """Gradients of weights and biases, each contiguous."""
 
-    Attributes:
-        w_q: ``[E, C]``.
-        w_out: ``[E, E]``; ``None`` where values are not projected, like ``w_v`` and ``b_out``.
-        w_k: ``[H, E / H, D]``; ``None`` where keys and values are materialized, like the next one.
-        w_v: ``[H, E / H, D]``.
-        b_in: ``[3 · E]`` of queries, keys (zeros) and values, or ``[E]`` of queries alone, where
-            values are not projected; ``None`` without.
-        b_out: ``[E]``; ``None`` without.
-    """
-
-    w_q: Tensor
+    w_q: Tensor  # [E, C]
+    # [E, E]; ``None`` where values are not projected, like ``w_v`` and ``b_out``
     w_out: Tensor | None
+    # [H, E / H, D]; ``None`` where keys and values are materialized, like the next one
     w_k: Tensor | None
-    w_v: Tensor | None
+    w_v: Tensor | None  # [H, E / H, D]
+    # [3 · E] of queries, keys (zeros) and values, or [E] of queries alone, where values are not
+    # projected; ``None`` without
     b_in: Tensor | None
-    b_out: Tensor | None
+    b_out: Tensor | None  # [E]; ``None`` without

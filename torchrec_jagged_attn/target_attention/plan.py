@@ -49,54 +49,30 @@ MAX_SPLIT_BLOCKS = 4
 
 
 class Call(NamedTuple):
-    """What a plan depends on.
+    """What a plan depends on."""
 
-    Attributes:
-        device: of the tensors.
-        backward: whether gradients are computed, else outputs.
-        layout: of queries: DENSE, SHARED or JAGGED.
-        num_targets: of each sample; 0 if queries are JAGGED.
-        num_heads: of a target.
-        width: of queries and history rows.
-        num_positions: buckets of the table of positions; 0 without one.
-        num_ages: buckets of the table of ages; 0 without one.
-        bias: whether history rows have biases or prior weights.
-        prior: whether these are prior weights.
-        row_dropout: whether there is dropout of history rows.
-        dropout: whether there is dropout of weights.
-        element_size: bytes of an element of queries.
-        history_stride: elements from one history row to the next.
-        aligned: whether the history begins at a multiple of 16 bytes.
-        addressable: whether it has few enough rows for a descriptor of the tensor memory
-            accelerator.
-        precision: of products, see ``matmul.product_precision``.
-        score: from scores to weights, see ``arguments.SCORES``.
-        splits_given: whether the kernel that computes the queries also lists the splits.
-        by_index: whether there are gather indices of history rows.
-        num_levels: of packed codes; 0 where history rows are not packed.
-    """
-
-    device: torch.device
-    backward: bool
-    layout: int
-    num_targets: int
-    num_heads: int
-    width: int
-    num_positions: int
-    num_ages: int
-    bias: bool
-    prior: bool
-    row_dropout: bool
-    dropout: bool
-    element_size: int
-    history_stride: int
-    aligned: bool
+    device: torch.device  # of the tensors
+    backward: bool  # whether gradients are computed, else outputs
+    layout: int  # of queries: DENSE, SHARED or JAGGED
+    num_targets: int  # of each sample; 0 if queries are JAGGED
+    num_heads: int  # of a target
+    width: int  # of queries and history rows
+    num_positions: int  # buckets of the table of positions; 0 without one
+    num_ages: int  # buckets of the table of ages; 0 without one
+    bias: bool  # whether history rows have biases or prior weights
+    prior: bool  # whether these are prior weights
+    row_dropout: bool  # whether there is dropout of history rows
+    dropout: bool  # whether there is dropout of weights
+    element_size: int  # bytes of an element of queries
+    history_stride: int  # elements from one history row to the next
+    aligned: bool  # whether the history begins at a multiple of 16 bytes
+    # Whether it has few enough rows for a descriptor of the tensor memory accelerator
     addressable: bool
-    precision: str
-    score: str = "softmax"
-    splits_given: bool = False
-    by_index: bool = False
-    num_levels: int = 0
+    precision: str  # of products, see ``matmul.product_precision``
+    score: str = "softmax"  # from scores to weights, see ``arguments.SCORES``
+    splits_given: bool = False  # whether the kernel that computes the queries also lists the splits
+    by_index: bool = False  # whether there are gather indices of history rows
+    num_levels: int = 0  # of packed codes; 0 where history rows are not packed
 
     @property
     def query_rows(self) -> int:

@@ -6,13 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Biases(NamedTuple):
-    """Biases of scores, and dropout; the first seven fields are those of ``arguments.Biases``.
-
-    Attributes:
-        row_numbers: ``[N]``, see ``TargetArguments``; of target attention alone, like the next.
-        row_number_ends: ``[B]``, see there.
-        by_distance: ``[H, 2 · reach]`` fp32, see ``distance_bias.py``; of flash attention alone.
-    """
+    """Biases of scores, and dropout; the first seven fields are those of ``arguments.Biases``."""
 
     bias: Any
     position_bias: Any
@@ -21,6 +15,8 @@ class Biases(NamedTuple):
     request_time: Any
     row_dropout: Any
     dropout: Any
+    # [N], see ``TargetArguments``; of target attention alone, like the next
     row_numbers: Any = None
-    row_number_ends: Any = None
+    row_number_ends: Any = None  # [B], see there
+    # [H, 2 · reach] fp32, see ``distance_bias.py``; of flash attention alone
     by_distance: Any = None

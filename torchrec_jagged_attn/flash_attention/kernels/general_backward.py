@@ -133,26 +133,17 @@ def grad_q_kernel(
 
 
 class _Keys(NamedTuple):
-    """A tile of keys and their values, and the queries of its sample.
-
-    Attributes:
-        row: first key of the tile.
-        own: mask of keys that belong to the sample, ``[BLOCK_N]``.
-        base: first query of the sample.
-        num_rows: number of queries of the sample.
-        low: the first query that sees each key.
-        diagonal: the query on the causal diagonal of the tile's first key, see ``QueryTile``.
-    """
+    """A tile of keys and their values, and the queries of its sample."""
 
     k: Any
     v: Any
     sample: Any
-    row: Any
-    own: Any
-    base: Any
-    num_rows: Any
-    low: Any
-    diagonal: Any
+    row: Any  # first key of the tile
+    own: Any  # mask of keys that belong to the sample, [BLOCK_N]
+    base: Any  # first query of the sample
+    num_rows: Any  # number of queries of the sample
+    low: Any  # the first query that sees each key
+    diagonal: Any  # the query on the causal diagonal of the tile's first key, see ``QueryTile``
 
 
 @triton.jit

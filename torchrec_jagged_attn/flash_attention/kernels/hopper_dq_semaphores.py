@@ -31,27 +31,16 @@ RELEASE_WARPS = gl.constexpr(2)
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys of one head, and the queries of its sample; all are int32.
+    """A tile of keys of one head, and the queries of its sample; all are int32."""
 
-    Attributes:
-        row: its first row.
-        remaining: number of rows of its sample from there on.
-        base: first query of the sample.
-        num_rows: number of queries of the sample.
-        kv_head: the head; negative at the end of the queue.
-        number: index of the tile within its sample.
-        q_tile: index of the sample's first tile of queries among the semaphores.
-        accum_tile: its index in the accumulator.
-    """
-
-    row: Any
-    remaining: Any
-    base: Any
-    num_rows: Any
-    kv_head: Any
-    number: Any
-    q_tile: Any
-    accum_tile: Any
+    row: Any  # its first row
+    remaining: Any  # number of rows of its sample from there on
+    base: Any  # first query of the sample
+    num_rows: Any  # number of queries of the sample
+    kv_head: Any  # the head; negative at the end of the queue
+    number: Any  # index of the tile within its sample
+    q_tile: Any  # index of the sample's first tile of queries among the semaphores
+    accum_tile: Any  # its index in the accumulator
 
 
 class KeyTileQueue(NamedTuple):
@@ -63,23 +52,14 @@ class KeyTileQueue(NamedTuple):
 
 
 class DqAccumulator(NamedTuple):
-    """The accumulator of dq, and barriers between the warps that add and those of semaphores.
+    """The accumulator of dq, and barriers between the warps that add and those of semaphores."""
 
-    Attributes:
-        accum_ptr: ``[tiles, H, slices, ...]`` fp32, in slices of columns.
-        acquired: barriers, complete once the semaphore of a tile of queries is acquired.
-        added: barriers, complete once this tile of keys has been added.
-        tiles: ``[slices, *box]`` in shared memory, from which dq is copied.
-        desc: of dq.
-        window: how many keys each query sees at most, or ``None``.
-    """
-
-    accum_ptr: Any
-    acquired: Any
-    added: Any
-    tiles: Any
-    desc: Any
-    window: Any
+    accum_ptr: Any  # [tiles, H, slices, ...] fp32, in slices of columns
+    acquired: Any  # barriers, complete once the semaphore of a tile of queries is acquired
+    added: Any  # barriers, complete once this tile of keys has been added
+    tiles: Any  # [slices, *box] in shared memory, from which dq is copied
+    desc: Any  # of dq
+    window: Any  # how many keys each query sees at most, or ``None``
 
 
 @gluon.jit

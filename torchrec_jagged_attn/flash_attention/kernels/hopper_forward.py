@@ -75,20 +75,13 @@ class Rings(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are computed from products.
-
-    Attributes:
-        zero_ptr: to the score of distance 0 in the head's list, see ``distance_bias.py``.
-        diagonal: the key on the diagonal of the warpgroup's first query, see ``QueryTile``.
-        high: end of the keys that each query sees, a scalar or ``[WG_ROWS, 1]``.
-        window: how many keys each query sees at most, or ``None``.
-    """
+    """How scores are computed from products."""
 
     factor: Any
-    zero_ptr: Any
-    diagonal: Any
-    high: Any
-    window: Any
+    zero_ptr: Any  # to the score of distance 0 in the head's list, see ``distance_bias.py``
+    diagonal: Any  # the key on the diagonal of the warpgroup's first query, see ``QueryTile``
+    high: Any  # end of the keys that each query sees, a scalar or [WG_ROWS, 1]
+    window: Any  # how many keys each query sees at most, or ``None``
 
 
 @gluon.jit

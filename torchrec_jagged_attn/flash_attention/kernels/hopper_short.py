@@ -57,20 +57,14 @@ window_begin = gluon.jit(tiles.window_begin.fn)
 
 
 class Item(NamedTuple):
-    """A head of a sample.
+    """A head of a sample."""
 
-    Attributes:
-        q_end: end of the sample's queries, of which there are ``num_rows``.
-        kv_end: end of its keys, of which there are ``num_keys``.
-        taken: whether this kernel, rather than that of another size, computes it.
-    """
-
-    q_end: Any
+    q_end: Any  # end of the sample's queries, of which there are ``num_rows``
     num_rows: Any
-    kv_end: Any
+    kv_end: Any  # end of its keys, of which there are ``num_keys``
     num_keys: Any
     head: Any
-    taken: Any
+    taken: Any  # whether this kernel, rather than that of another size, computes it
 
 
 @gluon.jit

@@ -74,86 +74,52 @@ def _of_launch(constants: Any, values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Inputs(NamedTuple):
-    """Queries, keys and values, with the row strides of :class:`Constants`.
+    """Queries, keys and values, with the row strides of :class:`Constants`."""
 
-    Attributes:
-        q: ``[ΣLq, H, D]``.
-        k: ``[ΣLk, Hk, D]``.
-        v: ``[ΣLk, Hk, Dv]``.
-    """
-
-    q: Any
-    k: Any
-    v: Any
+    q: Any  # [ΣLq, H, D]
+    k: Any  # [ΣLk, Hk, D]
+    v: Any  # [ΣLk, Hk, Dv]
 
 
 class Samples(NamedTuple):
-    """Offsets of samples.
+    """Offsets of samples."""
 
-    Attributes:
-        q_offsets: ``[B + 1]``.
-        kv_offsets: ``[B + 1]``.
-        tiles: ``[1 + capacity, FIELDS]`` int64, of queries or keys, see ``tile_list.list_tiles``.
-    """
-
-    q_offsets: Any
-    kv_offsets: Any
+    q_offsets: Any  # [B + 1]
+    kv_offsets: Any  # [B + 1]
+    # [1 + capacity, FIELDS] int64, of queries or keys, see ``tile_list.list_tiles``
     tiles: Any = None
 
 
 class Gradients(NamedTuple):
-    """Gradients: that of the output is read, the others are written.
+    """Gradients: that of the output is read, the others are written."""
 
-    Attributes:
-        out: ``[ΣLq, H, Dv]``, read.
-        delta: ``[ΣLq, H]`` fp32, Σ_d grad_out · out: written with ``q``, then read.
-        q: ``[ΣLq, H, D]``.
-        k: ``[ΣLk, Hk, D]``, rows GRAD_K_STRIDE apart.
-        v: ``[ΣLk, Hk, Dv]``, rows GRAD_V_STRIDE apart.
-        bias: ``[ΣLk, H]``; with prior weights, fp32 gradients of their logarithms.
-        tables: ``[tiles of keys, P + A, H]`` fp32.
-        relative: ``[tiles of queries, H, R]`` fp32.
-    """
-
-    out: Any
-    delta: Any
-    q: Any
-    k: Any
-    v: Any
-    bias: Any = None
-    tables: Any = None
-    relative: Any = None
+    out: Any  # [ΣLq, H, Dv], read
+    delta: Any  # [ΣLq, H] fp32, Σ_d grad_out · out: written with ``q``, then read
+    q: Any  # [ΣLq, H, D]
+    k: Any  # [ΣLk, Hk, D], rows GRAD_K_STRIDE apart
+    v: Any  # [ΣLk, Hk, Dv], rows GRAD_V_STRIDE apart
+    bias: Any = None  # [ΣLk, H]; with prior weights, fp32 gradients of their logarithms
+    tables: Any = None  # [tiles of keys, P + A, H] fp32
+    relative: Any = None  # [tiles of queries, H, R] fp32
 
 
 class Prepared(NamedTuple):
-    """Inputs of the backward on Hopper for each tile of queries and head: ``hopper_prepare.py``.
+    """Inputs of the backward on Hopper for each tile of queries and head: ``hopper_prepare.py``."""
 
-    Attributes:
-        row_stats: ``[tiles of queries · H, 2 · BLOCK_M]`` fp32: log-sum-exp, Σ_d grad_out · out.
-        semaphores: ``[tiles of queries · H]`` int32, zeros: see ``hopper_dq_semaphores.py``.
-    """
-
-    row_stats: Any
-    semaphores: Any
+    row_stats: Any  # [tiles of queries · H, 2 · BLOCK_M] fp32: log-sum-exp, Σ_d grad_out · out
+    semaphores: Any  # [tiles of queries · H] int32, zeros: see ``hopper_dq_semaphores.py``
 
 
 class Arguments(NamedTuple):
-    """The arguments of a kernel, for the functions that it calls.
-
-    Attributes:
-        num_stats: elements of each of the two statistics.
-        reach: half the length of ``by_distance``.
-        window: how many keys each query sees at most; ``None`` for all.
-        factor: ``|scale| · log2(e)``, rounded once.
-    """
+    """The arguments of a kernel, for the functions that it calls."""
 
     inputs: Any
     biases: Any
     outputs: Any
     grads: Any
     samples: Any
-    num_stats: Any
-    reach: Any
-    window: Any
-    factor: Any
+    num_stats: Any  # elements of each of the two statistics
+    reach: Any  # half the length of ``by_distance``
+    window: Any  # how many keys each query sees at most; ``None`` for all
+    factor: Any  # ``|scale| · log2(e)``, rounded once
     scale: Any

@@ -16,28 +16,20 @@ from torchrec_jagged_attn.runtime.kernels.tile_list import locate_tile
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries of a head, and the keys of its sample, see ``locate_tile``.
-
-    Attributes:
-        row: first query of the tile.
-        count: number of queries of the sample from there on.
-        base: first key of the sample.
-        high: end of the keys that each query sees, a scalar or ``[BLOCK_M, 1]``.
-        diagonal: the key on the causal diagonal of the tile's first query: as far from the last key
-            as that query is from the last query.
-        draws: ``[BLOCK_M]``, see ``query_draws``.
-    """
+    """A tile of queries of a head, and the keys of its sample, see ``locate_tile``."""
 
     sample: Any
-    row: Any
-    count: Any
-    base: Any
+    row: Any  # first query of the tile
+    count: Any  # number of queries of the sample from there on
+    base: Any  # first key of the sample
     num_keys: Any
-    high: Any
+    high: Any  # end of the keys that each query sees, a scalar or [BLOCK_M, 1]
+    # The key on the causal diagonal of the tile's first query: as far from the last key as that
+    # query is from the last query
     diagonal: Any
     head: Any
     kv_head: Any
-    draws: Any
+    draws: Any  # [BLOCK_M], see ``query_draws``
 
 
 @triton.jit

@@ -93,17 +93,12 @@ OPERANDS = gl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 12)
 
 
 class Rings(NamedTuple):
-    """Rings of the inputs.
-
-    Attributes:
-        ends: the first and the last eight rows of y, two tiles per tile of x.
-        fields: of each tile of x, see ``next_tile``.
-    """
+    """Rings of the inputs."""
 
     x: Any
     y: Any
-    ends: Any
-    fields: Any
+    ends: Any  # the first and the last eight rows of y, two tiles per tile of x
+    fields: Any  # of each tile of x, see ``next_tile``
 
 
 @gluon.jit

@@ -54,16 +54,12 @@ class Constants(NamedTuple):
 
 
 class Offsets(NamedTuple):
-    """``[B + 1]`` offsets of samples along each jagged axis, else ``None``.
-
-    Attributes:
-        pairs: of pairs of M and N, or of M and K, if both are jagged.
-    """
+    """``[B + 1]`` offsets of samples along each jagged axis, else ``None``."""
 
     m: Any
     n: Any
     k: Any
-    pairs: Any
+    pairs: Any  # of pairs of M and N, or of M and K, if both are jagged
 
 
 @triton.jit

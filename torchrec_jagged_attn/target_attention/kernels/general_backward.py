@@ -47,23 +47,14 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
 
 
 class Queries(NamedTuple):
-    """A block of query rows, and the statistics for gradients of their scores.
+    """A block of query rows, and the statistics for gradients of their scores."""
 
-    Attributes:
-        q: ``[BLOCK_R, BLOCK_D]``.
-        grad_out: ``[BLOCK_R, BLOCK_D]``.
-        delta: ``[BLOCK_R]``, the mean of the gradients of weights minus ``grad_lse``.
-        maximum: ``[BLOCK_R]``, the largest score.
-        inverse: ``[BLOCK_R]``, one over the total of weights.
-        draws: ``[BLOCK_R]``, see ``query_draws``.
-    """
-
-    q: Any
-    grad_out: Any
-    delta: Any
-    maximum: Any
-    inverse: Any
-    draws: Any
+    q: Any  # [BLOCK_R, BLOCK_D]
+    grad_out: Any  # [BLOCK_R, BLOCK_D]
+    delta: Any  # [BLOCK_R], the mean of the gradients of weights minus ``grad_lse``
+    maximum: Any  # [BLOCK_R], the largest score
+    inverse: Any  # [BLOCK_R], one over the total of weights
+    draws: Any  # [BLOCK_R], see ``query_draws``
 
 
 @triton.jit

@@ -53,23 +53,15 @@ class Chain(NamedTuple):
 
     ``x`` is ``[R, C]`` and ``out`` ``[R, H, D]``, or the other way round. :class:`Constants` has
     the strides of weights.
-
-    Attributes:
-        first: ``[H, C, X]`` or ``[H, D, X]``.
-        first_bias: ``[H · X]``, or ``None``.
-        second: ``[H, X, D]`` or ``[H, X, C]``.
-        second_bias: ``[C]``, or ``None``.
-        inner: ``[R, H, X]``, the result of the first product.
-        out: the result of the second product, or ``None`` if not requested.
     """
 
     x: Any
-    first: Any
-    first_bias: Any
-    second: Any
-    second_bias: Any
-    inner: Any
-    out: Any
+    first: Any  # [H, C, X] or [H, D, X]
+    first_bias: Any  # [H · X], or ``None``
+    second: Any  # [H, X, D] or [H, X, C]
+    second_bias: Any  # [C], or ``None``
+    inner: Any  # [R, H, X], the result of the first product
+    out: Any  # the result of the second product, or ``None`` if not requested
 
 
 class Constants(NamedTuple):

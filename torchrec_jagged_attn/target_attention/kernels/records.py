@@ -42,15 +42,10 @@ class Constants(NamedTuple):
 
 
 class SplitList(NamedTuple):
-    """The list of splits that ``schedule.list_splits`` writes, and offsets.
+    """The list of splits that ``schedule.list_splits`` writes, and offsets."""
 
-    Attributes:
-        splits: ``[2, splits]`` int32: the sample of each split, or -1; counters, zeros.
-        offsets: ``[B + 1]``, of history rows.
-    """
-
-    splits: Any
-    offsets: Any
+    splits: Any  # [2, splits] int32: the sample of each split, or -1; counters, zeros
+    offsets: Any  # [B + 1], of history rows
 
 
 class Listing(NamedTuple):
@@ -63,69 +58,44 @@ class Listing(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Offsets and indices of samples.
+    """Offsets and indices of samples."""
 
-    Attributes:
-        splits: of the :class:`SplitList`.
-        offsets: ``[B + 1]``, of history rows.
-        query_offsets: ``[B + 1]``, of targets, if queries are JAGGED.
-        indices: ``[N]``, gather indices of history rows, if there are any.
-    """
-
-    splits: Any
-    offsets: Any
-    query_offsets: Any
-    indices: Any = None
+    splits: Any  # of the :class:`SplitList`
+    offsets: Any  # [B + 1], of history rows
+    query_offsets: Any  # [B + 1], of targets, if queries are JAGGED
+    indices: Any = None  # [N], gather indices of history rows, if there are any
 
 
 class Outputs(NamedTuple):
-    """Outputs of forward, which backward reads; see ``arguments.TargetOutputs``.
+    """Outputs of forward, which backward reads; see ``arguments.TargetOutputs``."""
 
-    Attributes:
-        out: ``[rows, D]``.
-        residual: ``[rows, D]``.
-        stats: ``[2, rows]`` fp32.
-        grad_lse: ``[rows]`` fp32, the gradient of log-sum-exps; in backward only.
-    """
-
-    out: Any
-    residual: Any
-    stats: Any
-    grad_lse: Any = None
+    out: Any  # [rows, D]
+    residual: Any  # [rows, D]
+    stats: Any  # [2, rows] fp32
+    grad_lse: Any = None  # [rows] fp32, the gradient of log-sum-exps; in backward only
 
 
 class Sums(NamedTuple):
-    """Partial results of splits, to be combined.
+    """Partial results of splits, to be combined."""
 
-    Attributes:
-        acc: ``[splits, split_rows, D]`` fp32: outputs, not yet divided by their total, or gradients
-            of queries, not yet scaled.
-        weights: fp32. Forward ``[splits, 2, split_rows]``: the largest score and the total of
-            weights. Backward ``[splits, split_rows]``: the total of the gradients of scores; in
-            ``one_warp`` ``[splits, 1 + P + A, split_rows]``: that and the weights of each bucket.
-    """
-
+    # [splits, split_rows, D] fp32: outputs, not yet divided by their total, or gradients of
+    # queries, not yet scaled
     acc: Any
+    # In fp32. Forward [splits, 2, split_rows]: the largest score and the total of weights. Backward
+    # [splits, split_rows]: the total of the gradients of scores; in ``one_warp``
+    # [splits, 1 + P + A, split_rows]: that and the weights of each bucket.
     weights: Any
 
 
 class Gradients(NamedTuple):
-    """Gradients, which backward writes.
+    """Gradients, which backward writes."""
 
-    Attributes:
-        query: ``[rows, D]``; if queries are SHARED, in fp32, to be summed over samples.
-        delta: ``[rows]`` fp32, the mean of the gradients of weights minus ``grad_lse``, if a later
-            kernel reads it.
-        history: ``[N, D]``; or ``[U, D]`` with gather indices.
-        bias: ``[N, H]``; with prior weights ``[N]`` fp32, the gradients of their logarithms.
-        tables: ``[programs, P + A, H]`` fp32; in ``one_warp`` ``[programs, P + A, count]``.
-        targets: ``[N]``, with gather indices: the index, if it occurs once, else -1. Gradients of
-            rows whose index occurs several times are left to ``row_gradients.py``.
-    """
-
-    query: Any
+    query: Any  # [rows, D]; if queries are SHARED, in fp32, to be summed over samples
+    # [rows] fp32, the mean of weights' gradients minus ``grad_lse``, if a later kernel reads it
     delta: Any = None
-    history: Any = None
-    bias: Any = None
-    tables: Any = None
+    history: Any = None  # [N, D]; or [U, D] with gather indices
+    bias: Any = None  # [N, H]; with prior weights [N] fp32, the gradients of their logarithms
+    tables: Any = None  # [programs, P + A, H] fp32; in ``one_warp`` [programs, P + A, count]
+    # [N], with gather indices: the index, if it occurs once, else -1. Gradients of rows whose index
+    # occurs several times are left to ``row_gradients.py``.
     targets: Any = None

@@ -35,38 +35,23 @@ CHUNKS_AT_ONCE = tl.constexpr(16)
 
 
 class SortedIndices(NamedTuple):
-    """Gather indices in sorted order: runs of equal indices.
+    """Gather indices in sorted order: runs of equal indices."""
 
-    Attributes:
-        targets: ``[N]``: the index, if it occurs once, else -1.
-        positions: ``[2, N]`` int32: positions sorted by their index; and the sample of each.
-        starts: int32 bit masks of INDICES_PER_PROGRAM sorted indices each: where a run of two or
-            more begins.
-        bounds: ``[2, U]`` int32: begin and end of each row's run; zeros without one.
-    """
-
-    targets: Any
-    positions: Any
+    targets: Any  # [N]: the index, if it occurs once, else -1
+    positions: Any  # [2, N] int32: positions sorted by their index; and the sample of each
+    # int32 bit masks of INDICES_PER_PROGRAM sorted indices each: where a run of two or more begins
     starts: Any
-    bounds: Any
+    bounds: Any  # [2, U] int32: begin and end of each row's run; zeros without one
 
 
 class QueryRows(NamedTuple):
-    """Query rows, and their outputs, statistics and gradients.
+    """Query rows, and their outputs, statistics and gradients."""
 
-    Attributes:
-        grad_out: ``[rows, D]``.
-        query: ``[rows, D]``.
-        stats: ``[2, rows]`` fp32, see ``arguments.TargetOutputs``.
-        delta: ``[rows]`` fp32, the mean of the gradients of weights minus ``grad_lse``.
-        grad_lse: ``[rows]`` fp32, see ``Outputs``.
-    """
-
-    grad_out: Any
-    query: Any
-    stats: Any
-    delta: Any
-    grad_lse: Any
+    grad_out: Any  # [rows, D]
+    query: Any  # [rows, D]
+    stats: Any  # [2, rows] fp32, see ``arguments.TargetOutputs``
+    delta: Any  # [rows] fp32, the mean of the gradients of weights minus ``grad_lse``
+    grad_lse: Any  # [rows] fp32, see ``Outputs``
 
 
 @triton.jit(do_not_specialize=["num_indices", "num_rows", "num_samples", "num_steps"])

@@ -21,26 +21,16 @@ SAMPLES_OF_LIST = 128  # samples whose splits a program lists
 
 
 class Work(NamedTuple):
-    """The work of a program of the general kernels: a chunk of a history and a block of queries.
+    """The work of a program of the general kernels: a chunk of a history and a block of queries."""
 
-    Attributes:
-        busy: whether there is such a chunk and block.
-        block: index of the block of the sample's query rows.
-        begin: first history row of the chunk.
-        end: end of the chunk's history rows.
-        split: of the chunk and block; -1 if the chunk is the whole sample.
-        row: first query row of the sample.
-        count: number of query rows of the sample.
-    """
-
-    busy: Any
+    busy: Any  # whether there is such a chunk and block
     sample: Any
-    block: Any
-    begin: Any
-    end: Any
-    split: Any
-    row: Any
-    count: Any
+    block: Any  # index of the block of the sample's query rows
+    begin: Any  # first history row of the chunk
+    end: Any  # end of the chunk's history rows
+    split: Any  # of the chunk and block; -1 if the chunk is the whole sample
+    row: Any  # first query row of the sample
+    count: Any  # number of query rows of the sample
 
 
 @triton.jit

@@ -197,28 +197,17 @@ def exp(x, COMPONENTS: gl.constexpr):
 
 
 class Chunk(NamedTuple):
-    """The work of a program: all query rows of a sample over one chunk of its history.
+    """The work of a program: all query rows of a sample over one chunk of its history."""
 
-    Attributes:
-        busy: whether there is such a chunk.
-        first: first history row of the sample.
-        length: number of history rows of the sample.
-        begin: first row of the chunk, within the sample.
-        end: end of the chunk, within the sample.
-        split: of the chunk; -1 if the chunk is the whole sample.
-        first_split: of the sample's first chunk.
-        chunks: number of chunks of the sample.
-    """
-
-    busy: Any
+    busy: Any  # whether there is such a chunk
     sample: Any
-    first: Any
-    length: Any
-    begin: Any
-    end: Any
-    split: Any
-    first_split: Any
-    chunks: Any
+    first: Any  # first history row of the sample
+    length: Any  # number of history rows of the sample
+    begin: Any  # first row of the chunk, within the sample
+    end: Any  # end of the chunk, within the sample
+    split: Any  # of the chunk; -1 if the chunk is the whole sample
+    first_split: Any  # of the sample's first chunk
+    chunks: Any  # number of chunks of the sample
 
 
 @gluon.jit
