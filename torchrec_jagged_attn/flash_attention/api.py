@@ -29,6 +29,7 @@ from torchrec_jagged_attn.flash_attention.arguments import (
     FlashArguments,
     FlashGradients,
     FlashOutputs,
+    new_outputs,
 )
 from torchrec_jagged_attn.flash_attention.kernels import attention as kernels
 from torchrec_jagged_attn.layout import check_offsets_values
@@ -234,12 +235,6 @@ def forward(args: FlashArguments) -> FlashOutputs:
     return implementation_of(args.q, cpu, kernels).forward(args)
 
 
-def _fake(args: FlashArguments) -> FlashOutputs:
-    rows, heads = args.q.shape[:2]
-    stats = args.q.new_empty(2, rows, heads, dtype=torch.float32)
-    return FlashOutputs(args.q.new_empty(rows, heads, args.v.shape[2]), stats)
-
-
 def _backward(
     grad_out: Tensor, args: FlashArguments, outputs: FlashOutputs, needs: FlashArguments
 ) -> FlashGradients:
@@ -282,7 +277,7 @@ flash_attention, call_flash_attention = register_op(
     arguments=FlashArguments,
     outputs=FlashOutputs,
     forward=forward,
-    fake=_fake,
+    fake=new_outputs,
     backward=_backward,
     non_differentiable=("timestamps", "request_time", "row_dropout", "dropout"),
     axes=dict.fromkeys(("position_bias", "age_bias", "relative_bias", "row_dropout", "dropout"), -1)

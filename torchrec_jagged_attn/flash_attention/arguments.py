@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
@@ -35,6 +36,13 @@ class FlashOutputs(NamedTuple):
 
     out: Tensor  # [ΣLq, H, Dv]
     stats: Tensor  # [2, ΣLq, H] fp32, see :class:`TargetOutputs`; zeros if not requested
+
+
+def new_outputs(args: FlashArguments) -> FlashOutputs:
+    """Tensors of the shapes and dtypes that the op gives, with nothing in them."""
+    rows, heads = args.q.shape[:2]
+    out = args.q.new_empty(rows, heads, args.v.shape[2])
+    return FlashOutputs(out, args.q.new_empty(2, rows, heads, dtype=torch.float32))
 
 
 class FlashGradients(NamedTuple):

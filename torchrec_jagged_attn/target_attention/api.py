@@ -40,6 +40,7 @@ from torchrec_jagged_attn.target_attention.arguments import (
     TargetGradients,
     TargetOutputs,
     TargetOutputsWithLse,
+    new_outputs,
 )
 from torchrec_jagged_attn.target_attention.kernels import attention as kernels
 from torchrec_jagged_attn.target_attention.kernels.records import Listing
@@ -251,18 +252,6 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
     return implementation_of(args.query, cpu, kernels).forward(args)
 
 
-def fake(args: TargetArguments) -> TargetOutputs:
-    """Tensors of the shapes and dtypes that :func:`forward` gives."""
-    query, shape = args.query, list(args.query.shape)
-    if args.query_offsets is None:
-        shape[0] = args.offsets.numel() - 1
-    is_rounded = args.for_backward and query.element_size() == 2
-    residual = query.new_empty(shape if is_rounded else [0])
-    stats_dtype = torch.promote_types(query.dtype, torch.float32)
-    stats = query.new_empty([2, *shape[:-1]], dtype=stats_dtype)
-    return TargetOutputs(query.new_empty(shape), residual, stats)
-
-
 def backward(
     grad_out: Tensor,
     args: TargetArguments,
@@ -330,7 +319,7 @@ def _forward_with_lse(args: TargetArguments) -> TargetOutputsWithLse:
 
 
 def _fake_with_lse(args: TargetArguments) -> TargetOutputsWithLse:
-    out, residual, stats = fake(args)
+    out, residual, stats = new_outputs(args)
     return TargetOutputsWithLse(out, stats.new_empty(stats.shape[1:]), residual, stats)
 
 
@@ -371,7 +360,7 @@ _, call_target_attention = register_op(
     "target_attention",
     outputs=TargetOutputs,
     forward=forward,
-    fake=fake,
+    fake=new_outputs,
     backward=_backward,
     **_REGISTERED,
 )

@@ -52,6 +52,20 @@ class TargetOutputs(NamedTuple):
     stats: Tensor
 
 
+def new_outputs(args: TargetArguments) -> TargetOutputs:
+    """Tensors of the shapes and dtypes that the op gives, with nothing in them."""
+    query, shape = args.query, list(args.query.shape)
+    if args.query_offsets is None:
+        shape[0] = args.offsets.numel() - 1
+    is_rounded = args.for_backward and query.element_size() == 2
+    stats_dtype = torch.promote_types(query.dtype, torch.float32)
+    return TargetOutputs(
+        query.new_empty(shape),
+        query.new_empty(shape if is_rounded else [0]),
+        query.new_empty([2, *shape[:-1]], dtype=stats_dtype),
+    )
+
+
 class TargetOutputsWithLse(NamedTuple):
     """What ``target_attention_with_lse`` returns: :class:`TargetOutputs`, and ``lse``, of each row
     of ``out`` the logarithm of the sum of e to its scores; ``-inf`` where it sees nothing.

@@ -74,6 +74,7 @@ from torchrec_jagged_attn.target_attention.arguments import (
     ProjectionRows,
     TargetArguments,
     TargetOutputs,
+    new_outputs,
 )
 from torchrec_jagged_attn.target_attention.kernels import head_products as kernel_products
 from torchrec_jagged_attn.target_attention.kernels.attention import listing_of
@@ -153,8 +154,7 @@ def _fake(args: MultiHeadArguments) -> MultiHeadOutputs:
     rows = math.prod(target.shape[:-1])
     q = target.new_empty(rows, args.num_heads, args.head_dim, dtype=args.dtype)
     query = args.history.new_empty(_query_shape(args), dtype=args.row_dtype)
-    _, _, stats = target_attention.fake(_over_rows(args, query))
-    stats = stats.float()
+    stats = new_outputs(_over_rows(args, query)).stats.float()
     u, pooled, residual = _empty_absorbed(args)
     out = q.new_empty(*target.shape[:-1], width)
     values = q.new_empty(0 if weights.out_weight is None else rows, width)

@@ -31,6 +31,7 @@ from torchrec_jagged_attn.flash_attention.arguments import (
     FlashArguments,
     FlashGradients,
     FlashOutputs,
+    new_outputs,
 )
 from torchrec_jagged_attn.flash_attention.kernels import (
     hopper_backward,
@@ -68,14 +69,10 @@ _backward_short = Launcher(backward_short_kernel)
 
 def forward(args: FlashArguments) -> FlashOutputs:
     """Attend."""
-    q, v = args.q, args.v
-    call = _Call(args)
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    stats = q.new_empty([2, *q.shape[:2]], dtype=torch.float32)
-    outputs = FlashOutputs(out, stats)
-    if out.numel() == 0:
+    call, outputs = _Call(args), new_outputs(args)
+    if outputs.out.numel() == 0:
         return outputs
-    plan = call.plan
+    plan, num_heads, num_stats = call.plan, args.q.shape[1], outputs.stats[0].numel()
     if dispatch.LOG:
         _log_choices("forward", plan)
     block = hopper_forward.BLOCK_M if plan.on_hopper else plan.forward["BLOCK_M"]
@@ -86,9 +83,9 @@ def forward(args: FlashArguments) -> FlashOutputs:
         )
     elif plan.most_short:
         _forward_short(
-            (call.num_samples * q.shape[1],),
+            (call.num_samples * num_heads,),
             (
-                call.inputs, outputs, samples, call.biases.dropout, stats[0].numel(), call.window,
+                call.inputs, outputs, samples, call.biases.dropout, num_stats, call.window,
                 call.factor,
             ),
             call.for_short(),
@@ -99,9 +96,9 @@ def forward(args: FlashArguments) -> FlashOutputs:
             plan.constants,
         )  # fmt: skip
     else:
-        sizes = (stats[0].numel(), call.reach, call.window, call.factor)
+        sizes = (num_stats, call.reach, call.window, call.factor)
         _forward(
-            (_capacity(samples) * q.shape[1],),
+            (_capacity(samples) * num_heads,),
             (call.inputs, call.biases, outputs, samples, *sizes),
             call.constants.of_launch(**plan.forward),
         )

@@ -34,6 +34,7 @@ from torchrec_jagged_attn.target_attention.arguments import (
     TargetArguments,
     TargetGradients,
     TargetOutputs,
+    new_outputs,
 )
 from torchrec_jagged_attn.target_attention.kernels import schedule
 from torchrec_jagged_attn.target_attention.kernels.few_warps_backward import (
@@ -122,15 +123,8 @@ def listing_of(args: TargetArguments, backward: bool) -> Listing | None:
 
 def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
     """Attend. ``listing``, of :func:`listing_of`, has been built by the kernel of the queries."""
-    query = args.query
-    shape = list(query.shape)
-    if args.query_offsets is None:
-        shape[0] = args.offsets.numel() - 1
-    out = query.new_empty(shape)
-    is_rounded = args.for_backward and query.element_size() == 2
-    residual = query.new_empty(shape if is_rounded else [0])
-    stats = query.new_empty([2, *shape[:-1]], dtype=torch.float32)
-    outputs = TargetOutputs(out, residual, stats)
+    outputs = new_outputs(args)
+    out, residual, stats = outputs
     if out.numel() == 0:
         return outputs
     launch = _Launch(args, listing, backward=False)
@@ -141,7 +135,7 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
         stats.new_empty(num_splits, plan.split_rows, plan.call.width),
         stats.new_empty(num_splits, 2, plan.split_rows),
     )
-    written = Outputs(out, residual if is_rounded else None, stats)
+    written = Outputs(out, residual if residual.numel() else None, stats)
     grid = (num_splits + launch.num_samples,)
     taken = (launch.query, launch.history, launch.biases, written, sums, launch.samples())
     sizes = (*launch.sizes, num_splits)
