@@ -180,13 +180,21 @@ optional<Dropout> drawn(const optional<Tensor>& dropout, const optional<Tensor>&
 
 struct Attention {
   int64_t heads, key_heads;
-  const optional<Tensor>& bias;         // [H, ΣLk], added to scores
-  const optional<Tensor>& by_distance;  // [distances, H], added to scores
+  optional<Tensor> bias;         // [H, ΣLk], added to scores
+  optional<Tensor> by_distance;  // [distances, H], added to scores
   bool causal;
   int64_t window;  // how many keys a query sees at most; 0 for all
   int64_t score;
   optional<Dropout> dropout;
   int64_t first_key = 0;  // the number of the first row of keys
+
+  // The same over the rows of keys from `begin` to `end` alone.
+  Attention over(int64_t begin, int64_t end) const {
+    Attention own = *this;
+    own.first_key += begin;
+    if (bias) own.bias = bias->slice(1, begin, end).contiguous();
+    return own;
+  }
 
   bool is_small(const Sample& s, int64_t width) const {
     return s.queries() * heads * width * s.keys() <= LOOPED_WORK;
@@ -317,23 +325,29 @@ WIDE_VECTORS void add(T* to, T factor, const T* x, int64_t size) {
   for (int64_t i = 0; i < size; ++i) to[i] += factor * x[i];
 }
 
-// A copy of a sample's keys, values and bias in the dtype that is computed in, as loops read them.
-struct Copy {
-  Tensor k, v;
-  optional<Tensor> bias;
-  Attention attention;
-  Sample s;
+// Keys and values, and where their gradients go: rows of whole tensors, or of a sample's block.
+struct Keys {
+  Tensor k, v, grad_k;
+  optional<Tensor> grad_v, grad_bias;  // of the bias [H, ΣLk]
+  Tensor k_rows = by_key(k), v_rows = by_key(v), grad_k_rows = by_key(grad_k);
+  Tensor grad_v_rows = grad_v ? by_key(*grad_v) : grad_k_rows;
 
-  Copy(const Attention& whole, const Sample& of, const Tensor& all_k, const Tensor& all_v,
-       at::ScalarType dtype)
-      : k(all_k.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
-        v(all_v.slice(0, of.k_begin, of.k_end).to(dtype).contiguous()),
-        attention{whole.heads,  whole.key_heads, bias,       whole.by_distance,
-                  whole.causal, whole.window,    whole.score, whole.dropout,
-                  whole.first_key + of.k_begin},
-        s{of.q_begin, of.q_end, 0, of.keys(), of.distances_begin} {
-    if (whole.bias) bias = whole.bias->slice(1, of.k_begin, of.k_end).contiguous();
+  bool have_rows(at::ScalarType dtype) const {
+    return has_rows(k, dtype) && has_rows(v, dtype) && has_rows(grad_k, dtype) &&
+           (!grad_v || has_rows(*grad_v, dtype));
   }
+};
+
+// What backward takes of queries; gradients of log-sum-exps are [ΣLq, H], and zeros of rows that see
+// no score but -inf.
+struct Queries {
+  const Attention& attention;
+  const Tensor& grad_out;
+  const optional<Tensor>& grad_lse;
+  const Tensor &q, &grad_q;
+  const optional<Tensor>& grad_by_distance;
+  Tensor q_rows = attention.by_query(q), grad_q_rows = attention.by_query(grad_q);
+  Tensor grad_out_rows = attention.by_query(grad_out);
 };
 
 // A sample's attention, one row of queries after the other.
@@ -412,12 +426,12 @@ struct Loops {
       }
   }
 
-  void backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                const Tensor& grad_q, const Tensor& grad_k, const optional<Tensor>& grad_v,
-                const optional<Tensor>& grad_bias, const optional<Tensor>& grad_by_distance,
-                const optional<Tensor>& grad_lse) {
-    const Rows<T> grad_out_rows(grad_out), q_rows(q), k_rows(k), v_rows(v), grad_q_rows(grad_q);
-    const Rows<T> grad_k_rows(grad_k), grad_v_rows(grad_v ? *grad_v : grad_k);
+  void backward(const Queries& queries, const Keys& keys) {
+    const Rows<T> grad_out_rows(queries.grad_out), q_rows(queries.q), grad_q_rows(queries.grad_q);
+    const Rows<T> k_rows(keys.k), v_rows(keys.v), grad_k_rows(keys.grad_k);
+    const Rows<T> grad_v_rows(keys.grad_v ? *keys.grad_v : keys.grad_k);
+    const optional<Tensor>&grad_lse = queries.grad_lse, &grad_bias = keys.grad_bias;
+    const optional<Tensor>& grad_by_distance = queries.grad_by_distance;
     const int64_t heads = attention.heads, group = heads / attention.key_heads;
     for (int64_t j = s.k_begin; j < s.k_end; ++j)
       for (int64_t h = 0; h < attention.key_heads; ++h) {
@@ -490,7 +504,6 @@ void attend(const Attention& attention, const std::vector<Sample>& samples, cons
 // Samples that follow each other, with a copy of the rows that `indices` name for them.
 struct Gathered {
   Tensor indices, k;
-  optional<Tensor> bias;
   Attention attention;
   std::vector<Sample> samples;
 
@@ -498,12 +511,9 @@ struct Gathered {
            const Tensor& all_indices)
       : indices(all_indices.slice(0, own.front().k_begin, own.back().k_end)),
         k(all_k.index_select(0, indices)),
-        attention{whole.heads,  whole.key_heads, bias,        whole.by_distance,
-                  whole.causal, whole.window,    whole.score, whole.dropout,
-                  own.front().k_begin},
+        attention(whole.over(own.front().k_begin, own.back().k_end)),
         samples(own) {
-    const int64_t begin = own.front().k_begin, end = own.back().k_end;
-    if (whole.bias) bias = whole.bias->slice(1, begin, end).contiguous();
+    const int64_t begin = own.front().k_begin;
     for (Sample& s : samples) s.k_begin -= begin, s.k_end -= begin;
   }
 };
@@ -544,60 +554,27 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   return out;
 }
 
-// Keys and values, and where their gradients go: rows of whole tensors, or of a sample's block.
-struct Keys {
-  Tensor k, v, grad_k;
-  optional<Tensor> grad_v, bias, grad_bias;  // the biases [H, ΣLk]
-  Tensor k_rows = by_key(k), v_rows = by_key(v), grad_k_rows = by_key(grad_k);
-  Tensor grad_v_rows = grad_v ? by_key(*grad_v) : grad_k_rows;
-
-  bool have_rows(at::ScalarType dtype) const {
-    return has_rows(k, dtype) && has_rows(v, dtype) && has_rows(grad_k, dtype) &&
-           (!grad_v || has_rows(*grad_v, dtype));
-  }
-};
-
-// What backward takes of queries; gradients of log-sum-exps are [ΣLq, H], and zeros of rows that see
-// no score but -inf.
-struct Queries {
-  const Attention& attention;
-  const Tensor& grad_out;
-  const optional<Tensor>& grad_lse;
-  const Tensor &q, &grad_q;
-  const optional<Tensor>& grad_by_distance;
-  Tensor q_rows = attention.by_query(q), grad_q_rows = attention.by_query(grad_q);
-  Tensor grad_out_rows = attention.by_query(grad_out);
-};
-
 // Gradients of a sample.
 void differentiate(const Attention& attention, const Queries& queries, const Keys& keys,
                    const Sample& s, bool loops) {
-  const Tensor &grad_out = queries.grad_out, &q = queries.q, &grad_q = queries.grad_q;
-  const Tensor &q_rows = queries.q_rows, &grad_q_rows = queries.grad_q_rows;
-  const Tensor &grad_out_rows = queries.grad_out_rows, &k = keys.k, &v = keys.v;
-  const Tensor &grad_k = keys.grad_k, &k_rows = keys.k_rows, &v_rows = keys.v_rows;
-  const Tensor &grad_k_rows = keys.grad_k_rows, &grad_v_rows = keys.grad_v_rows;
-  const optional<Tensor>&grad_v = keys.grad_v, &grad_bias = keys.grad_bias;
+  const Tensor &q = queries.q, &k = keys.k, &v = keys.v;
+  const optional<Tensor>&grad_lse = queries.grad_lse, &grad_bias = keys.grad_bias;
   const optional<Tensor>& grad_by_distance = queries.grad_by_distance;
-  const optional<Tensor>& grad_lse = queries.grad_lse;
-  const int64_t score = attention.score;
   const auto dtype = q.scalar_type();
   if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
     AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
-      Loops<scalar_t>(attention, s, k, v)
-          .backward(grad_out, q, k, v, grad_q, grad_k, grad_v, grad_bias, grad_by_distance,
-                    grad_lse);
+      Loops<scalar_t>(attention, s, k, v).backward(queries, keys);
     });
     return;
   }
-  const Tensor own_q = attention.queries_of(q_rows, s);
-  const Tensor own_grad_out = attention.queries_of(grad_out_rows, s);
-  const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
-  const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
+  const Tensor own_q = attention.queries_of(queries.q_rows, s);
+  const Tensor own_grad_out = attention.queries_of(queries.grad_out_rows, s);
+  const Tensor own_k = keys_of(keys.k_rows, s).to(dtype);
+  const Tensor own_v = v.is_same(k) ? own_k : keys_of(keys.v_rows, s).to(dtype);
   const Tensor scores = product(own_q, own_k.mT()), dp = product(own_grad_out, own_v.mT());
   attention.drop_all(dp, s);
   Tensor p, ds;
-  if (score == SOFTMAX) {
+  if (attention.score == SOFTMAX) {
     p = attention.weights(scores, s);
     ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
     if (grad_lse) {
@@ -610,12 +587,12 @@ void differentiate(const Attention& attention, const Queries& queries, const Key
     ds.mul_(dp);
   }
   attention.drop_all(p, s);
-  attention.put_queries(grad_q_rows, s, ds, own_k);
-  Tensor own_grad_k = keys_of(grad_k_rows, s);
-  if (grad_v) {
+  attention.put_queries(queries.grad_q_rows, s, ds, own_k);
+  Tensor own_grad_k = keys_of(keys.grad_k_rows, s);
+  if (keys.grad_v) {
     put_product(own_grad_k, ds.mT(), own_q);
-    put_product(keys_of(grad_v_rows, s), p.mT(), own_grad_out);
-  } else if (own_grad_k.dim() == 2 && own_grad_k.scalar_type() == q.scalar_type()) {
+    put_product(keys_of(keys.grad_v_rows, s), p.mT(), own_grad_out);
+  } else if (own_grad_k.dim() == 2 && own_grad_k.scalar_type() == dtype) {
     at::mm_out(own_grad_k, ds.t(), own_q);
     own_grad_k.addmm_(p.t(), own_grad_out);
   } else {
@@ -646,16 +623,22 @@ void differentiate_blocks(const Attention& attention, const Queries& queries, co
     return at::zeros_like(x.slice(0, s.k_begin, s.k_end), x.options().dtype(dtype));
   };
   Keys sums{zeros(keys.k), zeros(keys.v), zeros(keys.k), zeros(keys.v)};
-  if (keys.bias) sums.grad_bias = at::zeros_like(keys.bias->slice(1, s.k_begin, s.k_end));
+  if (attention.bias)
+    sums.grad_bias = at::zeros_like(attention.bias->slice(1, s.k_begin, s.k_end));
   for (Sample block : blocks_of(s, attention.window)) {
-    const Copy copy(attention, block, keys.k, keys.v, dtype);
-    const Keys own{copy.k, copy.v, at::zeros_like(copy.k), at::zeros_like(copy.v), copy.bias,
-                   copy.bias ? optional<Tensor>(at::zeros_like(*copy.bias)) : std::nullopt};
-    differentiate(copy.attention, queries, own, copy.s, true);
+    const auto copied = [&](const Tensor& x) {  // as loops read it
+      return x.slice(0, block.k_begin, block.k_end).to(dtype).contiguous();
+    };
+    const Attention of_block = attention.over(block.k_begin, block.k_end);
+    const Tensor k = copied(keys.k), v = copied(keys.v);
+    Keys own{k, v, at::zeros_like(k), at::zeros_like(v)};
+    if (of_block.bias) own.grad_bias = at::zeros_like(*of_block.bias);
+    const Sample whole{block.q_begin, block.q_end, 0, block.keys(), block.distances_begin};
+    differentiate(of_block, queries, own, whole, true);
     block.k_begin -= s.k_begin, block.k_end -= s.k_begin;
     add(sums.grad_k, own.grad_k, block, 0);
     add(*sums.grad_v, *own.grad_v, block, 0);
-    if (keys.bias) add(*sums.grad_bias, *own.grad_bias, block, 1);
+    if (own.grad_bias) add(*sums.grad_bias, *own.grad_bias, block, 1);
   }
   keys.grad_k.slice(0, s.k_begin, s.k_end).copy_(sums.grad_k);
   keys.grad_v->slice(0, s.k_begin, s.k_end).copy_(*sums.grad_v);
@@ -681,8 +664,8 @@ Tensor backward(const Tensor& grad_out, const optional<Tensor>& grad_lse, const 
   if (indices) {
     for_gathered(attention, samples, k, *indices, [&](const Gathered& x) {
       const Queries queries{x.attention, grad_out, grad_lse, q, grad_q, grad_by_distance};
-      Keys keys{x.k, x.k, at::empty_like(x.k, q.options()), std::nullopt, x.bias};
-      if (grad_bias) keys.grad_bias = at::zeros_like(*x.bias);
+      Keys keys{x.k, x.k, at::empty_like(x.k, q.options())};
+      if (grad_bias) keys.grad_bias = at::zeros_like(*x.attention.bias);
       const bool loops = keys.have_rows(q.scalar_type());
       for_each(x.samples, q.size(1) * q.size(2), [&](const Sample& s) {
         differentiate(x.attention, queries, keys, s, loops);
@@ -695,7 +678,7 @@ Tensor backward(const Tensor& grad_out, const optional<Tensor>& grad_lse, const 
     return grad_q;
   }
   const Queries queries{attention, grad_out, grad_lse, q, grad_q, grad_by_distance};
-  const Keys keys{k, v, grad_k, grad_v, bias, grad_bias};
+  const Keys keys{k, v, grad_k, grad_v, grad_bias};
   const bool loops = keys.have_rows(q.scalar_type());
   for_each(samples, q.size(1) * q.size(2), [&](const Sample& s) {
     if (window > 0)
