@@ -79,16 +79,15 @@ class ReplayedOp:
         self.num_tensors = len(self.differentiable)
 
     def __call__(self, *arguments: Any) -> Any:
-        if ENABLED and not torch.compiler.is_compiling() and self._may_replay(arguments[0]):
-            out = (self.replay or self._make_replay())(*arguments)
-            if out is not None:
-                return out
+        if ENABLED and not torch.compiler.is_compiling():
+            first = arguments[0]
+            hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+            if isinstance(first, Tensor) and first.device.type in DEVICES and not hooks:
+                out = (self.replay or self._make_replay())(*arguments)
+                if out is not None:
+                    return out
         self.check(*arguments)
         return self.plainly(*arguments)
-
-    def _may_replay(self, first: object) -> bool:
-        hooks = runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
-        return isinstance(first, Tensor) and first.device.type in DEVICES and not hooks
 
     def plainly(self, *arguments: Any) -> Any:
         """The op's first outputs, by the op."""
@@ -170,15 +169,11 @@ def _record(
     lengths: Sequence[int],
 ) -> Any | None:
     """A program, ``None`` for what cannot be recorded, ``NotImplemented`` for what cannot now."""
-    if not _may_record(tensors[0]):
-        return NotImplemented
+    # Not where tangents may come, nor into a CUDA graph, which would keep these launches, too.
+    with torch.cuda.device_of(tensors[0]):
+        if forward_ad._current_level >= 0 or is_capturing():
+            return NotImplemented
     library = replay_extension.library()
     assert library is not None
     with _recording:
         return record(function, tensors, axes, lengths, library.Program)
-
-
-def _may_record(first: Tensor) -> bool:
-    """Not where tangents may come, nor into a CUDA graph, which would keep these launches, too."""
-    with torch.cuda.device_of(first):
-        return forward_ad._current_level < 0 and not is_capturing()
