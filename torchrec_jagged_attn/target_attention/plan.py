@@ -27,10 +27,6 @@ from torchrec_jagged_attn.runtime.kernels.matmul import MAX_DECOMPOSED_WIDTH, pa
 from torchrec_jagged_attn.runtime.launch import overlap_options
 from torchrec_jagged_attn.target_attention.kernels import schedule
 from torchrec_jagged_attn.target_attention.kernels.records import Constants
-from torchrec_jagged_attn.target_attention.kernels.row_gradients import (
-    INDICES_PER_PROGRAM,
-    ZERO_ROWS_PER_PROGRAM,
-)
 from torchrec_jagged_attn.target_attention.kernels.warp_common import BLOCK_R
 from torchrec_jagged_attn.target_attention.kernels.warpgroup_backward import BUCKETS
 
@@ -151,8 +147,7 @@ VARIANTS = (
             Condition("no gather indices: TMA reads consecutive rows", lambda x: not x.by_index),
             Condition("fewer than 2³⁰ history rows", lambda x: x.addressable),
             Condition(
-                "no bias per row in backward",
-                lambda x: not (x.backward and x.bias and not x.prior),
+                "no bias per row in backward", lambda x: not (x.backward and x.bias and not x.prior)
             ),
             Condition(
                 f"up to {MOST_BUCKETS_OF_TABLE} buckets per bias table in backward",
@@ -251,15 +246,9 @@ class Plan:
             num_warps=1,
             **overlap_options(self.overlap),
         )
-        self.combine_rows = _arguments(
-            **_inputs(x),
-            num_warps=4,
-            **_tiles_of_rows(x),
-        )
+        self.combine_rows = _arguments(**_inputs(x), num_warps=4, **_tiles_of_rows(x))
         self.rows = self.combine_rows | {
             "ONE_BLOCK": not jagged and x.query_rows <= self.combine_rows["C"].BLOCK_R,
-            "INDICES": INDICES_PER_PROGRAM,
-            "ZERO_ROWS": ZERO_ROWS_PER_PROGRAM,
             "num_warps": 1,
         }
 
@@ -284,11 +273,7 @@ class Plan:
             more |= overlap_options(self.overlap) | {"WAIT": x.splits_given}
         elif self.variant == "few_warps":
             more["OVERLAP"] = self.overlap
-        return _arguments(
-            **_inputs(x),
-            **self.tiles,
-            **more,
-        )
+        return _arguments(**_inputs(x), **self.tiles, **more)
 
 
 def _inputs(x: Call) -> dict[str, Any]:

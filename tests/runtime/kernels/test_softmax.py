@@ -14,7 +14,7 @@ def _mean_grad_kernel(p_ptr, dp_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):
     i, j = tl.arange(0, M), tl.arange(0, N)
     at = i[:, None] * N + j[None, :]
     nothing = tl.zeros([M], tl.float32)
-    mean = mean_grad(tl.load(p_ptr + at), tl.load(dp_ptr + at), nothing, True, 1)
+    mean = mean_grad(tl.load(p_ptr + at), tl.load(dp_ptr + at), nothing, True)
     tl.store(out_ptr + i, mean)
 
 

@@ -69,7 +69,7 @@ def _grad_of_queries(
         dp = product(rows.grad_out, tl.trans(v), C.PRECISION)
         dp = drop_pairs(dp, args, tile, start, C)
         if MASKED:
-            delta = mean_grad(p, dp, delta, alone, 1)
+            delta = mean_grad(p, dp, delta, alone)
         ds = p * (dp - delta[:, None])
         # A separate product: with acc in flight, ptxas waits after every instruction (C7515).
         acc += product(ds.to(k.dtype), k, C.PRECISION) * args.scale

@@ -128,7 +128,7 @@ def backward_short_kernel(
             acc_v = tl.dot(tl.trans(kept.to(grad_out.dtype)), grad_out, acc_v)
             dp = tl.dot(grad_out, tl.trans(v))
             dp = _drop(dp, dropout_ptr, q_row, kv_row, head, C)
-            delta = mean_grad(p, dp, tl.zeros([C.BLOCK_M], tl.float32), True, 1)
+            delta = mean_grad(p, dp, tl.zeros([C.BLOCK_M], tl.float32), True)
             ds = (p * (dp - delta[:, None])).to(k.dtype)
             acc_k = tl.dot(tl.trans(ds), q, acc_k)
             grad_q = tl.dot(ds, k) * scale

@@ -18,7 +18,6 @@ The order of sums over D is the same in all products.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -52,7 +51,7 @@ from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
 BLOCK_M = 128  # rows of x of a tile, half of them for each warpgroup
 BLOCK_N = 128  # rows of y of a tile
-STAGES, STAGES_Y = 2, 3  # tiles of x and of y in shared memory
+STAGES, STAGES_Y = gl.constexpr(2), gl.constexpr(3)  # tiles of x and of y in shared memory
 VECTOR = gl.constexpr(8)  # elements of 16 bytes
 # An index of 61 bits is passed as two int32: its quotient and remainder by 2^30.
 LOW = gl.constexpr(2**30)
@@ -127,7 +126,6 @@ def _load(
 ):  # fmt: skip
     """Producer warp: take tiles from the list, and load their rows."""
     xs, ys, ends = rings.x, rings.y, rings.ends
-    STAGES: gl.constexpr = xs.full.shape[0]
     BLOCK_N: gl.constexpr = ys.tiles.shape[3]
     if OVERLAP:
         wait_for_last_kernel()
@@ -282,8 +280,6 @@ def pairs_kernel(
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     x_offsets_ptr,  # [B + 1]
     pair_offsets_ptr,  # [B + 1] int64
-    STAGES: gl.constexpr,
-    STAGES_Y: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """The tiles of rows of x in the list, times all rows of y of their samples."""
@@ -328,16 +324,5 @@ def pair_bmm(
     _launch(
         (min(capacity, devices.hopper_multiprocessors(x.device)),),
         (out, *descriptors, tiles, x_offsets, pair_offsets),
-        _pair_constants(devices.launches_overlap(x.device)),
+        {"num_warps": 4, **overlap_options(devices.launches_overlap(x.device))},
     )
-
-
-@functools.cache
-def _pair_constants(overlap: bool) -> dict:
-    """Compile-time arguments of ``pairs_kernel``."""
-    return {
-        "STAGES": STAGES,
-        "STAGES_Y": STAGES_Y,
-        "num_warps": 4,
-        **overlap_options(overlap),
-    }

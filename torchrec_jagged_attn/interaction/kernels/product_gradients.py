@@ -49,7 +49,6 @@ def _dense_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     CHUNK: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Gradients of ``x · y_b`` for BLOCK_D of D, over one chunk of a sample's rows."""
@@ -65,7 +64,7 @@ def _dense_kernel(
     of_y = sample * (D * T)
     y = load_tile(y_ptr + of_y, 0, d, T, D, BLOCK_T, BLOCK_D, True)
     acc = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
-    for r in tl.range(0, rows, BLOCK_R, num_stages=NUM_STAGES):
+    for r in tl.range(0, rows, BLOCK_R, num_stages=3):
         grad_out = load_tile(grad_out_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T)
         x = load_tile(x_ptr + begin * D, d, r, D, rows, BLOCK_D, BLOCK_R, True)
         acc = multiply(x, grad_out, acc, PRECISION)
@@ -94,7 +93,6 @@ def _jagged_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
 ):
     """Gradients of ``xᵀ · y`` for one tile of a sample's rows."""
     tile = tl.program_id(0).to(tl.int64)
@@ -106,7 +104,7 @@ def _jagged_kernel(
     of_sample = grad_out_ptr + sample * (D * T)
     y = load_tile(y_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T)
     acc = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
-    for d in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
+    for d in tl.range(0, D, BLOCK_D, num_stages=3):
         x = load_tile(x_ptr + begin * D, r, d, rows, D, BLOCK_R, BLOCK_D)
         grad_out = load_tile(of_sample, d, 0, D, T, BLOCK_D, BLOCK_T)
         acc = multiply(x, grad_out, acc, PRECISION)
@@ -195,6 +193,5 @@ def _constants(dtype: torch.dtype, precision: str, depth: int, width: int) -> di
         "BLOCK_R": 64 if half else 32,
         "BLOCK_D": min(128 if half else 32, padded_width(depth)),
         "BLOCK_T": block_t,
-        "NUM_STAGES": 3,
         "num_warps": 4 if half else min(block_t // 16, 4) * (2 if precision == "tf32" else 1),
     }

@@ -31,7 +31,6 @@ LONG_TILE = 2048
 SPAN = 1024
 PAIR_CONSTANTS = {
     "SPAN": SPAN,
-    "BLOCK_I": 1,
     "BLOCK_R": LONGEST_WHOLE_ROW,
     "SHAPES": 4,
     "num_warps": 1,
@@ -128,9 +127,7 @@ def _long_lines(
             )
             x = _load_lines(x_ptr + origin, at, mask)
             if p_ptr is None:
-                _, _, maximum, total = online_softmax_update(
-                    x, 1.0, 0.0, mask, maximum, total, 1, LOG2E
-                )
+                _, _, maximum, total = online_softmax_update(x, 1.0, 0.0, mask, maximum, total, 1)
             else:
                 total += tl.sum(_load_lines(p_ptr + origin, at, mask) * x, 1)
         maximum = tl.where(maximum == -float("inf"), 0.0, maximum)
@@ -156,7 +153,6 @@ def _pairs_kernel(
     y_offsets_ptr,  # [B + 1]
     num_samples,
     SPAN: tl.constexpr,
-    BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SHAPES: tl.constexpr,
 ):
@@ -173,19 +169,15 @@ def _pairs_kernel(
     last_line = tl.cdiv(stop, tl.maximum(length, 1).to(tl.int64)).to(tl.int32)
     length = length.to(tl.int32)
     if length > BLOCK_R:
-        _long_lines(
-            x_ptr, p_ptr, out_ptr, first, line, last_line, length,
-            0, True, 1, BLOCK_I * BLOCK_R, 1,
-        )  # fmt: skip
+        _long_lines(x_ptr, p_ptr, out_ptr, first, line, last_line, length, 0, True, 1, BLOCK_R, 1)
     for shape in tl.static_range(SHAPES):
         fits = length <= BLOCK_R >> shape
         if shape + 1 < SHAPES:
             fits &= length > BLOCK_R >> (shape + 1)
         if fits:
             _whole_rows(
-                x_ptr, p_ptr, out_ptr, first, line, last_line, length,
-                BLOCK_I << shape, BLOCK_R >> shape,
-            )  # fmt: skip
+                x_ptr, p_ptr, out_ptr, first, line, last_line, length, 1 << shape, BLOCK_R >> shape
+            )
 
 
 @triton.jit

@@ -11,21 +11,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def online_softmax_update(
-    products,
-    factor,
-    bias,
-    visible,
-    maximum,
-    total,
-    AXIS: tl.constexpr,
-    LOG2_BASE: tl.constexpr,
-):
+def online_softmax_update(products, factor, bias, visible, maximum, total, AXIS: tl.constexpr):
     """One step of the online softmax over ``AXIS``, of ``products · factor + bias``.
 
     The maximum is subtracted in a fused multiply-add, so that scores are not rounded before. A row
-    whose scores are all ``-inf`` so far has weights of zero. LOG2_BASE is log2(e), or 1 if factor
-    and bias include it.
+    whose scores are all ``-inf`` so far has weights of zero.
 
     Returns the tile's weights, the factor that rescales earlier sums, the new maximum and the new
     total.
@@ -34,8 +24,8 @@ def online_softmax_update(
     new_maximum = tl.maximum(maximum, tl.max(scores, AXIS))
     shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     below = products * factor + (bias - tl.expand_dims(shift, AXIS))
-    weights = tl.where(visible, tl.exp2(below * LOG2_BASE), 0.0)
-    rescale = tl.exp2((maximum - shift) * LOG2_BASE)
+    weights = tl.where(visible, tl.exp2(below * LOG2E), 0.0)
+    rescale = tl.exp2((maximum - shift) * LOG2E)
     return weights, rescale, new_maximum, total * rescale + tl.sum(weights, AXIS)
 
 
@@ -60,20 +50,10 @@ def load_stats(stats_ptr, num_rows, rows, mask):
 
 
 @triton.jit
-def softmax_weights(
-    products,
-    factor,
-    bias,
-    visible,
-    maximum,
-    inverse,
-    AXIS: tl.constexpr,
-    LOG2_BASE: tl.constexpr,
-):
-    """Weights of the softmax over ``AXIS`` of the same scores, from their statistics."""
-    below = products * factor + (bias - tl.expand_dims(maximum, AXIS))
-    weights = tl.exp2(below * LOG2_BASE)
-    return tl.where(visible, weights * tl.expand_dims(inverse, AXIS), 0.0)
+def softmax_weights(products, factor, bias, visible, maximum, inverse):
+    """Weights of the softmax over axis 0 of the same scores, from their statistics."""
+    below = products * factor + (bias - maximum[None, :])
+    return tl.where(visible, tl.exp2(below * LOG2E) * inverse[None, :], 0.0)
 
 
 @triton.jit
@@ -91,14 +71,14 @@ def score_gradients(p, dp, delta, grad_lse, alone, AXIS: tl.constexpr):
 
 
 @triton.jit
-def mean_grad(p, dp, delta, whole, AXIS: tl.constexpr):
-    """``delta = Σ p·dp`` of the softmax's gradient, from this very tile where it is the ``whole``.
+def mean_grad(p, dp, delta, whole):
+    """``delta = Σ p·dp`` of a softmax over axis 1, from this very tile where it is the ``whole``.
 
     The mean of ``dp`` by weights that sum to one, and then the mean of what is left: that is exact
     where a single key is visible, whose gradient is zero, and else rounds as ``delta`` itself does.
     """
-    total = tl.sum(p, AXIS)
+    total = tl.sum(p, 1)
     total = tl.where(total > 0, total, 1.0)
-    mean = tl.div_rn(tl.sum(p * dp, AXIS), total)
-    left = tl.sum(p * (dp - tl.expand_dims(mean, AXIS)), AXIS)
+    mean = tl.div_rn(tl.sum(p * dp, 1), total)
+    left = tl.sum(p * (dp - mean[:, None]), 1)
     return tl.where(whole, mean + tl.div_rn(left, total), delta)

@@ -68,8 +68,8 @@ from torchrec_jagged_attn.target_attention.kernels.records import (
     Sums,
 )
 from torchrec_jagged_attn.target_attention.kernels.row_gradients import (
-    INDICES_PER_PROGRAM,
-    ZERO_ROWS_PER_PROGRAM,
+    INDICES,
+    ZERO_ROWS,
     QueryRows,
     SortedIndices,
     combine_rows_kernel,
@@ -277,7 +277,7 @@ def _sort_indices(launch: _Launch, indices: Tensor) -> SortedIndices:
     sorted_indices = SortedIndices(
         keys.new_empty(num_indices),
         indices.new_empty(2, num_indices, dtype=torch.int32),
-        indices.new_empty(-(-num_indices // INDICES_PER_PROGRAM), dtype=torch.int32),
+        indices.new_empty(-(-num_indices // INDICES.value), dtype=torch.int32),
         indices.new_zeros(2, num_rows, dtype=torch.int32),
     )
     if num_indices:
@@ -286,7 +286,7 @@ def _sort_indices(launch: _Launch, indices: Tensor) -> SortedIndices:
         _find_runs(
             (-(-num_indices // 256),),
             (order, indices, launch.offsets, sorted_indices, *sizes),
-            {"BLOCK": 256, "INDICES": INDICES_PER_PROGRAM},
+            {"BLOCK": 256},
         )
     return sorted_indices
 
@@ -306,10 +306,7 @@ def _write_row_gradients(
     num_splits = num_indices // plan.combine_rows["C"].CHUNK
     sums = delta.new_empty(num_splits, plan.call.width)
     samples = Samples(None, launch.offsets, launch.query_offsets, indices)
-    of_indices, of_zeros = (
-        -(-num_indices // INDICES_PER_PROGRAM),
-        -(-num_rows // ZERO_ROWS_PER_PROGRAM),
-    )
+    of_indices, of_zeros = -(-num_indices // INDICES.value), -(-num_rows // ZERO_ROWS.value)
     if num_rows:
         queries = QueryRows(grad_out, launch.query, outputs.stats, delta, outputs.grad_lse)
         tensors = (queries, history, launch.biases, grad_history, sums, sorted_indices, samples)
@@ -424,12 +421,7 @@ def sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
     """``[buckets, H]``: sums of ``[tables, buckets, targets, H]``, in two parallel steps."""
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads
-    constants = {
-        "H": num_heads,
-        "BLOCK": 128,
-        "COLUMNS": SUMMED_COLUMNS,
-        **overlap_options(overlap),
-    }
+    constants = {"H": num_heads, "COLUMNS": SUMMED_COLUMNS, **overlap_options(overlap)}
     num_partials = max(1, min(num_tables, 32))
     partials = tables.new_empty(num_partials, buckets, num_heads)
     programs = -(-size // SUMMED_COLUMNS)

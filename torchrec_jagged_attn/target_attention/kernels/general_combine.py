@@ -21,6 +21,8 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
     store_queries,
 )
 
+TABLES_AT_ONCE = tl.constexpr(128)
+
 
 @triton.jit
 def _find_chunks(samples, num_samples, num_targets, C: tl.constexpr):
@@ -127,11 +129,10 @@ def sum_tables_kernel(
     num_targets,
     size,  # buckets · H
     H: tl.constexpr,
-    BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sum COLUMNS elements over targets and a range of tables, BLOCK tables at a time."""
+    """Sum COLUMNS elements over targets and a range of tables, TABLES_AT_ONCE at a time."""
     if OVERLAP:
         cuda.gdc_wait()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -139,11 +140,11 @@ def sum_tables_kernel(
     of_partial = tl.cdiv(num_tables, tl.num_programs(1))
     begin = partial * of_partial
     end = tl.minimum(begin + of_partial, num_tables)
-    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    total = tl.zeros([TABLES_AT_ONCE, COLUMNS], tl.float32)
     for target in range(num_targets):
         at = (column // H * num_targets + target) * H + column % H
-        for first in range(begin, end, BLOCK):
-            table = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        for first in range(begin, end, TABLES_AT_ONCE):
+            table = (first + tl.arange(0, TABLES_AT_ONCE)).to(tl.int64)
             mask = (table < end)[:, None] & (column < size)[None, :]
             ptrs = tables_ptr + table[:, None] * (size * num_targets) + at[None, :]
             total += tl.load(ptrs, mask=mask, other=0.0)

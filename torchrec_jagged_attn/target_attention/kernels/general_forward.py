@@ -20,7 +20,7 @@ from torchrec_jagged_attn.attention.kernels.biases import load_bias, load_row_nu
 from torchrec_jagged_attn.attention.kernels.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.attention.kernels.scores import weights_and_slopes
 from torchrec_jagged_attn.runtime.kernels.matmul import product
-from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, online_softmax_update
+from torchrec_jagged_attn.runtime.kernels.softmax import online_softmax_update
 from torchrec_jagged_attn.target_attention.kernels.history_rows import load_history
 from torchrec_jagged_attn.target_attention.kernels.schedule import (
     SHARED,
@@ -71,7 +71,7 @@ def forward_kernel(
         dots = product(x, tl.trans(q), C.PRECISION)
         if C.SCORE == "softmax":
             p, rescale, maximum, total = online_softmax_update(
-                dots, scale, bias, visible, maximum, total, 0, LOG2E
+                dots, scale, bias, visible, maximum, total, 0
             )
             acc *= rescale[None, :]
         else:

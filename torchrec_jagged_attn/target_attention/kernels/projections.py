@@ -40,6 +40,7 @@ from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients,
 
 ROWS = 128  # fewest rows of a split
 SUMMED_ELEMENTS = 128  # of a program that sums splits
+SPLITS_AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
@@ -201,15 +202,14 @@ def _sum_splits_of(
     NUM: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
 ):
     """The sum of all splits of this program's BLOCK elements of an output."""
     if out_ptr is not None:
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         if tl.program_id(0) * BLOCK < NUM:
-            acc = tl.zeros([BLOCK_SPLITS, BLOCK], tl.float32)
-            for first in range(0, num_splits, BLOCK_SPLITS):
-                split = first + tl.arange(0, BLOCK_SPLITS)
+            acc = tl.zeros([SPLITS_AT_ONCE, BLOCK], tl.float32)
+            for first in range(0, num_splits, SPLITS_AT_ONCE):
+                split = first + tl.arange(0, SPLITS_AT_ONCE)
                 at = split.to(tl.int64)[:, None] * SIZE + i[None, :]
                 mask = (split < num_splits)[:, None] & (i < NUM)[None, :]
                 acc += tl.load(sums_ptr + at, mask=mask, other=0.0)
@@ -226,7 +226,6 @@ def _add_splits_kernel(
     C: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Sum the splits of one output, by the second axis of programs."""
@@ -238,21 +237,21 @@ def _add_splits_kernel(
     B_IN: tl.constexpr = E if grads.w_out is None else 3 * E
     output = tl.program_id(1)
     if output == 0:
-        _sum_splits_of(grads.w_q, sums_ptr, num_splits, E * C, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.w_q, sums_ptr, num_splits, E * C, SIZE, BLOCK)
     elif output == 1:
-        _sum_splits_of(grads.w_out, sums_ptr + E * C, num_splits, W_OUT, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.w_out, sums_ptr + E * C, num_splits, W_OUT, SIZE, BLOCK)
     elif output == 2:
         sums_ptr += E * C + W_OUT
-        _sum_splits_of(grads.w_k, sums_ptr, num_splits, W, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.w_k, sums_ptr, num_splits, W, SIZE, BLOCK)
     elif output == 3:
         sums_ptr += E * C + W_OUT + W
-        _sum_splits_of(grads.w_v, sums_ptr, num_splits, W_V, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.w_v, sums_ptr, num_splits, W_V, SIZE, BLOCK)
     elif output == 4:
         sums_ptr += E * C + W_OUT + W + W_V
-        _sum_splits_of(grads.b_in, sums_ptr, num_splits, B_IN, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.b_in, sums_ptr, num_splits, B_IN, SIZE, BLOCK)
     else:
         sums_ptr += E * C + W_OUT + W + W_V + B_IN
-        _sum_splits_of(grads.b_out, sums_ptr, num_splits, E, SIZE, BLOCK, BLOCK_SPLITS)
+        _sum_splits_of(grads.b_out, sums_ptr, num_splits, E, SIZE, BLOCK)
 
 
 _sum_splits = Launcher(_splits_kernel)
@@ -286,23 +285,14 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
 
 
 class Plan(NamedTuple):
-    """Tiles and splits of gradients of one shape.
+    """Tiles and splits of gradients of one shape."""
 
-    Args:
-        num_programs: target number of programs, a few per multiprocessor of an H200.
-        num_tiles: of all gradients.
-        size: elements of all gradients.
-        num_blocks: of SUMMED_ELEMENTS, of the largest gradient.
-        of_splits: compile-time arguments of ``_splits_kernel``.
-        of_sums: those of ``_add_splits_kernel``.
-    """
-
-    num_programs: int
-    num_tiles: int
-    size: int
-    num_blocks: int
-    of_splits: dict[str, Any]
-    of_sums: dict[str, Any]
+    num_programs: int  # target number of programs, a few per multiprocessor of an H200
+    num_tiles: int  # of all gradients
+    size: int  # elements of all gradients
+    num_blocks: int  # of SUMMED_ELEMENTS, of the largest gradient
+    of_splits: dict[str, Any]  # compile-time arguments of ``_splits_kernel``
+    of_sums: dict[str, Any]  # those of ``_add_splits_kernel``
 
 
 @functools.cache
@@ -346,7 +336,6 @@ def plan_of(
         "C": c,
         "SIZE": size,
         "BLOCK": SUMMED_ELEMENTS,
-        "BLOCK_SPLITS": 16,
         **overlap_options(overlap),
     }
     num_tiles = tiles_e * (tiles_c + (weights - 1) * tiles_e + biases)

@@ -9,7 +9,7 @@ are few enough to stay in cache: 2·N·R·D·e bytes from cache, U·D·e bytes e
 memory; 8·N·R·D FLOPs, not on tensor cores.
 
 As in FBGEMM's backward, indices are sorted, stably, so that each row is a run of positions. A
-program has the runs that begin among INDICES_PER_PROGRAM sorted indices. Long runs are split into
+program has the runs that begin among INDICES sorted indices. Long runs are split into
 chunks, depending on their length alone. So the order of every sum is fixed, and independent of
 other rows.
 """
@@ -28,8 +28,8 @@ from torchrec_jagged_attn.runtime.kernels.jagged import find_samples
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, load_stats
 from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED, query_rows
 
-INDICES_PER_PROGRAM = 16
-ZERO_ROWS_PER_PROGRAM = 32
+INDICES = tl.constexpr(16)  # of a program, of which it has the runs that begin there
+ZERO_ROWS = tl.constexpr(32)  # of a program
 MOST_CHUNKS = tl.constexpr(512)  # of a run
 CHUNKS_AT_ONCE = tl.constexpr(16)
 
@@ -39,7 +39,7 @@ class SortedIndices(NamedTuple):
 
     targets: Any  # [N]: the index, if it occurs once, else -1
     positions: Any  # [2, N] int32: positions sorted by their index; and the sample of each
-    # int32 bit masks of INDICES_PER_PROGRAM sorted indices each: where a run of two or more begins
+    # int32 bit masks of INDICES sorted indices each: where a run of two or more begins
     starts: Any
     bounds: Any  # [2, U] int32: begin and end of each row's run; zeros without one
 
@@ -65,7 +65,6 @@ def find_runs_kernel(
     num_samples,
     num_steps,
     BLOCK: tl.constexpr,
-    INDICES: tl.constexpr,
 ):
     """Samples and runs of BLOCK sorted indices."""
     index = tl.arange(0, BLOCK)
@@ -192,15 +191,15 @@ def _gradient_of_chunk(
 
 
 @triton.jit
-def _store_zeros(grad_ptr, sorted_indices, first, num_rows, C: tl.constexpr, ROWS: tl.constexpr):
-    """Set the gradients of those of ROWS rows to zero whose index does not occur."""
-    row = first + tl.arange(0, ROWS)
+def _store_zeros(grad_ptr, sorted_indices, first, num_rows, C: tl.constexpr):
+    """Set the gradients of those of ZERO_ROWS rows to zero whose index does not occur."""
+    row = first + tl.arange(0, ZERO_ROWS)
     in_table = row < num_rows
     occurs = tl.load(sorted_indices.bounds + num_rows + row, mask=in_table, other=1) > 0
     d = tl.arange(0, C.BLOCK_D)
     ptrs = grad_ptr + row[:, None] * C.D + d[None, :]
     mask = (in_table & (occurs == 0))[:, None] & (d < C.D)[None, :]
-    tl.store(ptrs, tl.zeros([ROWS, C.BLOCK_D], tl.float32), mask=mask)
+    tl.store(ptrs, tl.zeros([ZERO_ROWS, C.BLOCK_D], tl.float32), mask=mask)
 
 
 @triton.jit(
@@ -223,8 +222,6 @@ def rows_kernel(
     scale,
     C: tl.constexpr,  # Constants
     ONE_BLOCK: tl.constexpr,
-    INDICES: tl.constexpr,
-    ZERO_ROWS: tl.constexpr,
 ):
     """Gradients of rows whose index occurs several times.
 
@@ -237,7 +234,7 @@ def rows_kernel(
     first = (program - num_splits) * INDICES
     if first >= num_indices:
         block = program - num_splits - (num_indices + INDICES - 1) // INDICES
-        _store_zeros(grad_ptr, sorted_indices, block * ZERO_ROWS, num_rows, C, ZERO_ROWS)
+        _store_zeros(grad_ptr, sorted_indices, block * ZERO_ROWS, num_rows, C)
         return
     if later:
         first = program * C.CHUNK
