@@ -39,14 +39,13 @@ from torchrec_jagged_attn.flash_attention.kernels.records import (
 )
 from torchrec_jagged_attn.runtime.kernels.gluon import (
     as_operand,
-    as_rows,
     launch_dependents,
     products_by_warp,
     products_by_warpgroup,
     thread_barrier,
     wait_for_last_kernel,
 )
-from torchrec_jagged_attn.runtime.kernels.tma import copy_in, copy_out, jagged_rows
+from torchrec_jagged_attn.runtime.kernels.tma import as_rows, copy_in, copy_out, jagged_rows
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
 MOST_ROWS = 64  # of a short sample, on both sides

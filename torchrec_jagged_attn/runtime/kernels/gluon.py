@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    warpgroup_mma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from torchrec_jagged_attn.runtime.kernels.tma import read, wait_full
 
@@ -61,12 +59,6 @@ def as_operand(weights, dtype: gl.constexpr):
 def products_by_warpgroup(columns, warps):
     """Layout of ``wgmma`` products with N = ``columns``; a warpgroup is four warps."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
-
-
-@gluon.jit
-def as_rows(box):
-    """A five-dimensional box of rows in shared memory, as ``[rows, width]``."""
-    return box.reshape([box.shape[2], box.shape[4]])
 
 
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6's name, 3.7's

@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 END = gl.constexpr(2**30)  # see jagged_rows
@@ -83,10 +80,15 @@ def release(ring, n):
 
 
 @gluon.jit
+def as_rows(box):
+    """A five-dimensional box of rows in shared memory, as ``[rows, width]``."""
+    return box.reshape([box.shape[2], box.shape[4]])
+
+
+@gluon.jit
 def rows(ring, n):
     """Tile ``n`` of a ring, ``[rows, width]``."""
-    tile = ring.tiles.index(n % ring.full.shape[0])
-    return tile.reshape([tile.shape[2], tile.shape[4]])
+    return as_rows(ring.tiles.index(n % ring.full.shape[0]))
 
 
 @gluon.jit

@@ -16,9 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from torchrec_jagged_attn.runtime.kernels.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
 from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
-    load_grad_lse,
-    load_stats,
-    store_delta,
+    load_query_stats,
 )
 from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     allocate_components,
@@ -26,13 +24,9 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     columns_at_once,
     copy_next,
     decompose,
-    drop_weights,
-    exp,
     find_chunk,
     indices_to_store,
-    load_bias,
     load_components,
-    load_row_numbers,
     load_rows,
     load_targets,
     next_indices,
@@ -40,15 +34,13 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     product,
     query_draws,
     ring_layout,
-    row_buckets,
     row_components,
     rows_of_sample,
-    score_gradients,
     store_components,
     store_grad_of_bias,
     store_grad_of_history,
     store_rows,
-    weights_and_slopes,
+    weights_and_gradients,
     zeros_by_column,
 )
 
@@ -85,12 +77,7 @@ def _column_layout(rows, warps):
 
 @gluon.jit
 def _store_table(
-    table,
-    ptr,
-    buckets: gl.constexpr,
-    H: gl.constexpr,
-    FIRST: gl.constexpr,
-    BLOCKS: gl.constexpr,
+    table, ptr, buckets: gl.constexpr, H: gl.constexpr, FIRST: gl.constexpr, BLOCKS: gl.constexpr
 ):
     """Store ``[buckets, H]``: ``BLOCKS`` blocks from FIRST on, summed over the rows of each head.
 
@@ -177,9 +164,7 @@ def backward_kernel(
             row_of_out = gl.arange(0, C.BLOCK_R, gl.SliceLayout(0, mma))[None, :]
             delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)
         of_rows = allocate_components(q[0].dtype, C.COMPONENTS, 2 * C.BLOCK_R, C.BLOCK_N)
-        maximum, inverse = load_stats(outputs, num_rows, row, count, r)
-        grad_lse = load_grad_lse(outputs, row, inverse, r)
-        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
+        stats = load_query_stats(outputs, grads, delta, num_rows, row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[:, None]
         alone = (end - begin == 1) & (split < 0)
 
@@ -205,20 +190,9 @@ def backward_kernel(
                 of_grad = load_components(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
                 dp = product(of_grad, x, dp, C.COMPONENTS)
             n = start + index
-            visible = (n < end)[None, :]
-            buckets = row_buckets(n, biases, chunk, C)
-            bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=1)
-            numbers = load_row_numbers(biases, chunk.first + n, n < end)[None, :]
-            dp = drop_weights(dp, biases.dropout, draws, numbers)
-            if C.SCORE == "softmax":
-                p = exp(dots * scale + bias - maximum[:, None], C.COMPONENTS) * inverse[:, None]
-                p = gl.where(visible, p, 0.0)  # rounded as forward
-                ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=1)
-            else:
-                p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.COMPONENTS > 1)
-                p = gl.where(visible, p, 0.0)
-                ds = gl.where(visible, slope * dp, 0.0)
-            p = drop_weights(p, biases.dropout, draws, numbers)
+            _, p, ds, buckets = weights_and_gradients(
+                dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C, ROWS=1
+            )
             if grads.history is not None:
                 store_components(of_rows, 0, decompose(p.to(dtype), C.COMPONENTS), False)
                 store_components(

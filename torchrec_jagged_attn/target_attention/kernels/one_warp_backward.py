@@ -20,9 +20,7 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
 from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     combine_queries,
     is_last_chunk,
-    load_grad_lse,
-    load_stats,
-    store_delta,
+    load_query_stats,
 )
 from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     BLOCK_R,
@@ -34,14 +32,10 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     columns_at_once,
     copy_next,
     decompose,
-    drop_weights,
-    exp,
     find_listed_chunk,
     indices_to_store,
-    load_bias,
     load_columns,
     load_components,
-    load_row_numbers,
     load_rows,
     load_targets,
     next_indices,
@@ -49,15 +43,13 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     product,
     program_of_sample,
     query_draws,
-    row_buckets,
     row_components,
     rows_of_sample,
-    score_gradients,
     store_components,
     store_grad_of_bias,
     store_grad_of_history,
     store_rows,
-    weights_and_slopes,
+    weights_and_gradients,
     zeros_by_column,
 )
 
@@ -321,9 +313,7 @@ def backward_kernel(
         if C.COMPONENTS > 1:
             delta = _delta_of_fp32(outputs, both, row, count, C)
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
-        maximum, inverse = load_stats(outputs, num_rows, row, count, r)
-        grad_lse = load_grad_lse(outputs, row, inverse, r)
-        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
+        stats = load_query_stats(outputs, grads, delta, num_rows, row, r, count, chunk)
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (split < 0)
 
@@ -339,20 +329,9 @@ def backward_kernel(
             tile = ring.index(stage)
             dots, dp = _multiply_rows(tile, q, grad_out, both, C)
             n = start + index
-            visible = (n < end)[:, None]
-            buckets = row_buckets(n, biases, chunk, C)
-            bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=0)
-            numbers = load_row_numbers(biases, chunk.first + n, n < end)[:, None]
-            dp = drop_weights(dp, biases.dropout, draws, numbers)
-            if C.SCORE == "softmax":
-                p = exp(dots * scale + bias - maximum[None, :], C.COMPONENTS) * inverse[None, :]
-                p = gl.where(visible, p, 0.0)  # rounded as forward
-                ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=0)
-            else:
-                p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, C.COMPONENTS > 1)
-                p = gl.where(visible, p, 0.0)
-                ds = gl.where(visible, slope * dp, 0.0)
-            kept = drop_weights(p, biases.dropout, draws, numbers)
+            p, kept, ds, buckets = weights_and_gradients(
+                dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C, ROWS=0
+            )
             if grads.history is not None:
                 of_rows = (kept, ds * scale, both, stored, targets, chunk.first, start, end)
                 if grads.targets is None or gl.max(targets, 0) >= 0:
@@ -364,7 +343,7 @@ def backward_kernel(
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         if sums.weights is not None:
-            _subtract_means(table, weights, sums, split, count, grad_lse, C)
+            _subtract_means(table, weights, sums, split, count, stats.grad_lse, C)
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             grad_query = gl.permute(accs[column // COLUMNS], (1, 0))
             if split >= 0:
@@ -377,7 +356,7 @@ def backward_kernel(
                 if sums.weights is not None:
                     program = program_of_sample(chunk.sample, num_samples, num_splits)
                     ptr = grads.tables + program.to(gl.int64) * (C.P + C.A) * count
-                    _store_correction(sums, ptr, count, chunk, grad_lse, C)
+                    _store_correction(sums, ptr, count, chunk, stats.grad_lse, C)
     if C.P + C.A > 0:
         of_last_chunk = (chunk.length > 2 * C.CHUNK) & (split < 0) & (sums.weights is not None)
         if not of_last_chunk:

@@ -9,6 +9,8 @@ sums them in order, so that results do not depend on which program is last.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -21,6 +23,15 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
 )
 
 AT_ONCE = gl.constexpr(4)  # splits loaded at a time
+
+
+class QueryStats(NamedTuple):
+    """What backward reads of query rows, all ``[rows]``."""
+
+    maximum: Any  # the largest score
+    inverse: Any  # one over the total of weights; 0 if no row is visible
+    grad_lse: Any  # the gradient of the log-sum-exp, 0 if no row is visible; or None
+    delta: Any  # the mean of the gradients of weights minus ``grad_lse``
 
 
 @gluon.constexpr_function
@@ -58,31 +69,21 @@ def stats_of_one(total, chunk):
 
 
 @gluon.jit
-def load_stats(outputs, num_rows, row, count, r):
-    """Maxima and inverse totals of the query rows ``r``, stored by :func:`store_stats`."""
+def load_query_stats(outputs, grads, delta, num_rows, row, r, count, chunk):
+    """:class:`QueryStats` of the query rows ``r``, stored by :func:`store_stats`.
+
+    ``delta``, given as Σ grad_out · out, is stored by the first chunk of a sample, if a later
+    kernel reads it.
+    """
     maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)
-    return maximum, gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
-
-
-@gluon.jit
-def load_grad_lse(outputs, row, inverse, r):
-    """Gradients of log-sum-exps of the query rows ``r``, zero if no row is visible; or None."""
+    inverse = gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
     grad_lse = None
     if outputs.grad_lse is not None:
         grad_lse = gl.load(outputs.grad_lse + row + r, mask=inverse != 0, other=0.0)
-    return grad_lse
-
-
-@gluon.jit
-def store_delta(grads, delta, grad_lse, row, r, count, chunk):
-    """``delta`` of the query rows ``r`` minus ``grad_lse``, if there is one; the first chunk of a
-    sample stores it, if a later kernel reads it.
-    """
-    if grad_lse is not None:
         delta -= grad_lse
     if grads.delta is not None:
         gl.store(grads.delta + row + r, delta, mask=(r < count) & (chunk.begin == 0))
-    return delta
+    return QueryStats(maximum, inverse, grad_lse, delta)
 
 
 @gluon.jit

@@ -463,6 +463,37 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.con
 
 
 @gluon.jit
+def weights_and_gradients(
+    dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C: gl.constexpr,
+    ROWS: gl.constexpr,
+):  # fmt: skip
+    """``(p, kept, ds, buckets)`` of the rows ``n`` of a chunk, for the query rows ``r``.
+
+    Their weights, the same after dropout, the gradients of their scores, and
+    :func:`row_buckets`. ``dots`` and ``dp`` are products with queries and with gradients of
+    outputs, ``stats`` are ``warp_combine.QueryStats``, and ``draws`` broadcast. Axes are as in
+    :func:`load_bias`.
+    """
+    visible = gl.expand_dims(n < chunk.end, 1 - ROWS)
+    buckets = row_buckets(n, biases, chunk, C)
+    bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS)
+    numbers = load_row_numbers(biases, chunk.first + n, n < chunk.end)
+    numbers = gl.expand_dims(numbers, 1 - ROWS)
+    dp = drop_weights(dp, biases.dropout, draws, numbers)
+    scores = dots * scale + bias
+    if C.SCORE == "softmax":
+        p = exp(scores - gl.expand_dims(stats.maximum, ROWS), C.COMPONENTS)
+        p = p * gl.expand_dims(stats.inverse, ROWS)
+        p = gl.where(visible, p, 0.0)  # rounded as forward
+        ds = score_gradients(p, dp, stats.delta, stats.grad_lse, alone, AXIS=ROWS)
+    else:
+        p, slope = weights_and_slopes(scores, C.SCORE, C.COMPONENTS > 1)
+        p = gl.where(visible, p, 0.0)
+        ds = gl.where(visible, slope * dp, 0.0)
+    return p, drop_weights(p, biases.dropout, draws, numbers), ds, buckets
+
+
+@gluon.jit
 def indices_to_store(rows: gl.constexpr, width: gl.constexpr, dtype: gl.constexpr):
     """Row and column indices of ``[rows, width]`` for stores, the same for all tiles."""
     layout: gl.constexpr = row_layout(width, dtype, gl.num_warps())
