@@ -270,19 +270,11 @@ def absorb_queries(
     u: Tensor,
     listing: Listing | None,
 ) -> Tensor:
-    """Queries, and absorbed queries ``u = q · W_K``.
+    """Queries ``[R, H, E / H]`` of ``target`` ``[R, C]``, in ``dtype``; and writes ``u``
+    ``[R, H, D]``, the absorbed queries ``q · W_K``.
 
-    Args:
-        target: ``[R, C]``.
-        w_q: ``[E, C]``, contiguous, as are all weights, in any of the kernels' dtypes.
-        b_q: ``[E]``.
-        w_k: ``[H, E / H, D]``.
-        dtype: of the products.
-        u: ``[R, H, D]``, written.
-        listing: the list of splits of the attention of ``u``, built, too.
-
-    Returns:
-        ``q`` ``[R, H, E / H]`` in ``dtype``.
+    Weights are ``w_q`` ``[E, C]`` and ``w_k`` ``[H, E / H, D]``, here and below contiguous, and of
+    any of the kernels' dtypes. The ``listing`` of the attention of ``u`` is built, too.
     """
     num_rows, num_inputs = target.shape
     num_heads, head_dim, _ = w_k.shape
@@ -303,20 +295,11 @@ def project(
     b_out: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Values of the pooled rows, and the output.
+    """Values ``[R, E]`` of the ``pooled`` rows ``[R, H, D]``; ``filled`` ``[R]``, see
+    :class:`MultiHeadOutputs`; and the output ``[R, E]``: all in ``dtype``.
 
-    Args:
-        pooled: ``[R, H, D]``.
-        stats: ``[2, …]`` fp32 of the attention; the second is 0 for targets without visible rows.
-        w_v: ``[H, E / H, D]``, contiguous, as are all weights, in any of the kernels' dtypes.
-        b_v: ``[E]``.
-        w_out: ``[E, E]``.
-        b_out: ``[E]``.
-        dtype: of the products and results.
-
-    Returns:
-        ``values`` ``[R, E]``; ``filled`` ``[R]``, see :class:`MultiHeadOutputs`; and ``out``
-        ``[R, E]``.
+    Weights are ``w_v`` ``[H, E / H, D]`` and ``w_out`` ``[E, E]``. The second of the attention's
+    ``stats`` ``[2, …]`` (fp32) is 0 for targets without visible rows.
     """
     num_rows, num_heads, _ = pooled.shape
     head_dim, embed_dim = w_v.shape[1], w_out.shape[0]
@@ -332,14 +315,8 @@ def project(
 
 
 def own_columns(pooled: Tensor, dtype: torch.dtype) -> Tensor:
-    """The output without a value projection.
-
-    Args:
-        pooled: ``[R, H, E]``.
-        dtype: of the output.
-
-    Returns:
-        ``[R, E]``: for each head, its columns of its pooled row.
+    """The output ``[R, E]`` without a value projection: of each head, its columns of its row of
+    ``pooled`` ``[R, H, E]``.
     """
     num_rows, num_heads, width = pooled.shape
     out = pooled.new_empty(num_rows, width, dtype=dtype)
