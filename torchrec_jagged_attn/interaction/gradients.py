@@ -35,10 +35,7 @@ from torchrec_jagged_attn.interaction.kernels import products as product_kernels
 from torchrec_jagged_attn.interaction.kernels import rows as row_kernels
 from torchrec_jagged_attn.interaction.kernels import softmax as softmax_kernels
 from torchrec_jagged_attn.layout import check_offsets_values
-from torchrec_jagged_attn.runtime.registration import (
-    register_op,
-    register_op_without_grad,
-)
+from torchrec_jagged_attn.runtime.registration import register_op, register_op_without_grad
 
 
 class Rows(NamedTuple):

@@ -161,8 +161,7 @@ def register_op(
     if flops is not None:
         count_flops(op, lambda *fields, out_val: flops(build(fields), None))
         count_flops(
-            backward_op,
-            lambda *given, out_val: flops(*records_of(given)[num_differentiable::2]),
+            backward_op, lambda *given, out_val: flops(*records_of(given)[num_differentiable::2])
         )
     saved = [x not in unsaved for x in (*tensors, *outputs._fields)]
 

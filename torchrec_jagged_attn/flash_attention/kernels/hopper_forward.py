@@ -168,18 +168,7 @@ def _softmax(
 
 @gluon.jit
 def _attend_to(
-    acc,
-    p,
-    maximum,
-    total,
-    q,
-    rings,
-    n,
-    first,
-    last,
-    scores,
-    C: gl.constexpr,
-    MASKED: gl.constexpr,
+    acc, p, maximum, total, q, rings, n, first, last, scores, C: gl.constexpr, MASKED: gl.constexpr
 ):
     """Attend to the tiles of keys before ``last``, backwards down to ``first``.
 

@@ -183,14 +183,7 @@ def key_bias(args, tile, start, C: tl.constexpr):
 
 @triton.jit
 def online_softmax(
-    products,
-    factor,
-    bias,
-    visible,
-    maximum,
-    total,
-    BIASED: tl.constexpr,
-    MASKED: tl.constexpr,
+    products, factor, bias, visible, maximum, total, BIASED: tl.constexpr, MASKED: tl.constexpr
 ):
     """One step of the online softmax over axis 1, of ``products · factor + bias``.
 
@@ -260,14 +253,7 @@ def load_softmax_stats(args, rows, mask, C: tl.constexpr, MASKED: tl.constexpr =
 
 @triton.jit
 def softmax_of_stats(
-    products,
-    factor,
-    bias,
-    visible,
-    maximum,
-    inverse,
-    C: tl.constexpr,
-    MASKED: tl.constexpr = True,
+    products, factor, bias, visible, maximum, inverse, C: tl.constexpr, MASKED: tl.constexpr = True
 ):
     """Weights of the softmax, recomputed from scores and their statistics, which broadcast.
 
