@@ -15,10 +15,9 @@ import specs
 from end_to_end_peers import PROVIDERS
 from figures import RESULTS, Figures, files_of
 from quality_models import POOLINGS
-from specs import TABLES, Table
+from specs import TABLES
 
 from tests.benchmarks import made_up_results
-from tests.benchmarks.test_figures import write
 from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
 
 CROSSOVER = "<!-- table: crossover -->\n"
@@ -65,20 +64,6 @@ def test_the_place_of_a_table_without_its_file_says_so(tmp_path, monkeypatch):
 def test_every_file_has_a_table():
     used = {name for shown in (*TABLES.values(), *plots.PLOTS) for name in shown.results}
     assert used >= {path.stem for path in RESULTS.glob("*.csv")}
-
-
-def test_notes_and_the_place_of_a_run_stand_below(tmp_path):
-    write(tmp_path / "run.csv", ("ours", "time", "2", "ms", "of old kernels"))
-    table = Table("case", {"first": "c"}, "ours, ms = {ours time}", results=("run",))
-    assert report.figures_table(table, tmp_path).splitlines() == [
-        "| case | ours, ms |",
-        "|---|---|",
-        "| first | 2 ¹ |",
-        "",
-        "¹ of old kernels.",
-        "",
-        "From `run.csv`: a GPU, torch 2, 2026-11-22.",
-    ]
 
 
 @pytest.fixture
