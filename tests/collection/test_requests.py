@@ -154,40 +154,21 @@ def test_encoded_histories_and_user_embeddings(device: torch.device):
 
 
 def test_histories_and_what_is_pooled_are_looked_up_once_for_all_candidates():
-    scenario = Scenario(
-        [
-            table("t_item", "item"),
-            table("t_hist", "hist"),
-            table("t_brand", "brand"),
-            table("t_user", "user"),
-        ],
-        [TargetAttentionConfig("item", "hist")],
-    )
-    requests = of_requests(scenario, "brand")
-    collection = make_collection(requests)
-    looked_up: dict[str, list[int]] = {}
-    for name, module in collection.named_modules():
-        if name.rpartition(".")[2].startswith("t_"):
-            ids = looked_up.setdefault(name.rpartition(".")[2], [])
-            module.register_forward_pre_hook(
-                lambda _module, inputs, keywords, ids=ids: ids.append(
-                    (inputs or [*keywords.values()])[0].numel()
-                ),
-                with_kwargs=True,
-            )
-    attended = []
-    collection.pooling.attentions[0].register_forward_hook(
-        lambda _module, inputs, _out: attended.append(inputs[1].values().shape[0])
+    scenario = REQUESTS["side-information"]
+    collection = make_collection(scenario)
+    lookups = [*collection.embedding_collections.values(), collection.embedding_bag_collection]
+    looked_up, attended = [], []
+    for lookup in lookups:
+        lookup.register_forward_pre_hook(lambda _, inputs: looked_up.append(inputs[0]))
+    collection.pooling.attentions[0].register_forward_pre_hook(
+        lambda _, inputs: attended.append(inputs[1].values().shape[0])
     )
     lengths, counts = LENGTHS["mixed"]
-    batch = make_requests(requests, lengths, counts)
-    collection(to_features(batch))
-    assert looked_up == {
-        "t_item": [sum(counts)],
-        "t_hist": [sum(lengths)],
-        "t_brand": [sum(counts)],
-        "t_user": [sum(map(len, batch["user"]))],
-    }
+    features = to_features(make_requests(scenario, lengths, counts))
+    collection(features)
+    assert len(looked_up) == len(lookups)
+    for received in looked_up:
+        assert received.length_per_key() == features.length_per_key()
     assert attended == [sum(lengths)]
 
 

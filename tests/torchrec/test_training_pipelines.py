@@ -103,51 +103,34 @@ GPU_PIPELINES = {
 }
 
 
-def train_pipelined(device: torch.device, sharder: type[ModuleSharder]) -> dict[str, Losses]:
+Runs = dict[str, tuple[Losses, Losses]]
+"""Losses with a pipeline, and without."""
+
+
+def train_pipelined(device: torch.device, sharder: type[ModuleSharder]) -> Runs:
     def make() -> DistributedModelParallel:
         sharders = [sharder(), EmbeddingBagCollectionSharder()]
         return make_sharded_model(device, sharders=sharders, encoder={"side_by_side": False})
 
     plain = make()
-    losses = {"none": [loss for loss, _ in train(plain, device)]}
+    trained = [loss for loss, _ in train(plain, device)]
     pipelines = PIPELINES | (GPU_PIPELINES if device.type == "cuda" else {})
     if sharder is HistoryEmbeddingCollectionSharder:  # refused, see test_options.py
         pipelines.pop("semi-sync, in sync", None)
-    for name, pipeline in pipelines.items():
-        losses[name] = pipeline(make(), device)
+    runs = {name: (pipeline(make(), device), trained) for name, pipeline in pipelines.items()}
 
     # What has been trained predicts the same with and without a pipeline.
     plain.eval()
     with torch.no_grad():
-        losses["none, evaluation"] = [plain(batch)[0] for batch in batches(device)]
+        expected = [plain(batch)[0] for batch in batches(device)]
         evaluation = EvalPipelineSparseDist(plain, dense_optimizer(plain), device)
         from_host = batches(CPU)
-        losses["evaluation"] = [evaluation.progress(from_host)[0] for _ in range(NUM_STEPS)]
-    return losses
+        evaluated = [evaluation.progress(from_host)[0] for _ in range(NUM_STEPS)]
+    return runs | {"evaluation": (evaluated, expected)}
 
 
-Trained = list[tuple[list[dict[str, Losses]], dict[str, Losses]]]
-
-
-@pytest.fixture(scope="module")
-def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return run_ranks(train_all, tmp_path_factory.mktemp("ranks"), backend)
-
-
-@pytest.mark.parametrize("sharder", range(len(SHARDERS)), ids=["travel", "stay"])
-def test_pipelined_training_equals_training_without(ranks: Trained, sharder: int):
-    for of_sharders, _ in ranks:
-        losses = of_sharders[sharder]
-        for name, pipelined in losses.items():
-            expected = losses["none, evaluation" if name == "evaluation" else "none"]
-            if name == "none, evaluation":
-                continue
-            assert len(pipelined) == NUM_STEPS
-            assert torch.equal(torch.stack(pipelined), torch.stack(expected)), name
-
-
-def train_on_newest_rows(device: torch.device) -> dict[str, Losses]:
-    """Losses without a pipeline, and with one that cuts histories before it looks them up."""
+def train_on_newest_rows(device: torch.device) -> Runs:
+    """In a pipeline that cuts histories before it looks them up."""
     plain = make_sharded_model(device, max_history=2)
     model = make_sharded_model(device, max_history=2)
     pipeline = TrainPipelineSparseDist(
@@ -169,16 +152,37 @@ def train_on_newest_rows(device: torch.device) -> dict[str, Losses]:
         lengths = HISTORY_LENGTHS[step][torch.distributed.get_rank()]
         for key in ("hist", "hist_cat", "times"):
             assert features[key].lengths().tolist() == [min(length, 2) for length in lengths]
-    return {"none": [loss for loss, _ in train(plain, device)], "pipelined": losses}
+    return {"newest rows": (losses, [loss for loss, _ in train(plain, device)])}
 
 
-def train_all(device: torch.device) -> tuple[list[dict[str, Losses]], dict[str, Losses]]:
-    return [train_pipelined(device, sharder) for sharder in SHARDERS], train_on_newest_rows(device)
+def train_all(device: torch.device) -> dict[str, Runs]:
+    return {
+        "travel": train_pipelined(device, EmbeddingCollectionSharder),
+        "stay": train_pipelined(device, HistoryEmbeddingCollectionSharder),
+        "cut": train_on_newest_rows(device),
+    }
 
 
-def test_histories_are_cut_before_the_exchange_between_ranks(ranks: Trained):
-    for _, losses in ranks:
-        assert torch.equal(torch.stack(losses["pipelined"]), torch.stack(losses["none"]))
+@pytest.fixture(scope="module")
+def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Runs]]:
+    return run_ranks(train_all, tmp_path_factory.mktemp("ranks"), backend)
+
+
+def assert_equal(runs: Runs) -> None:
+    for name, (pipelined, expected) in runs.items():
+        assert len(pipelined) == NUM_STEPS
+        assert torch.equal(torch.stack(pipelined), torch.stack(expected)), name
+
+
+@pytest.mark.parametrize("rows", ["travel", "stay"])
+def test_pipelined_training_equals_training_without(ranks: list[dict[str, Runs]], rows: str):
+    for results in ranks:
+        assert_equal(results[rows])
+
+
+def test_histories_are_cut_before_the_exchange_between_ranks(ranks: list[dict[str, Runs]]):
+    for results in ranks:
+        assert_equal(results["cut"])
 
 
 def train_with_prefetched_cache(
