@@ -185,10 +185,7 @@ class Plan:
     """The kernels of one direction, their tiles, and their compile-time arguments.
 
     Attributes:
-        call: what the plan is for.
-        choice: the variant that serves it, and why faster ones do not.
-        variant: its name.
-        tiles: compile-time sizes of tiles and chunks.
+        choice: the variant that serves ``call``, and why faster ones do not.
         listed: whether chunks are found by a list of splits, and combined by the last program.
         overlap: whether launches overlap.
         block_r: query rows of a block.

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.runtime.launch import Launcher
+from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
 
 @triton.jit
@@ -146,8 +146,7 @@ def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, width: int, chunk: in
 def _add_constants(width: int, chunk: int, overlap: bool) -> dict:
     """Compile-time arguments of ``_add_chunks_kernel``."""
     block = min(2048, max(16, triton.next_power_of_2(width)))
-    options = {"launch_pdl": True} if overlap else {}
-    return {"W": width, "CHUNK": chunk, "BLOCK": block, "OVERLAP": overlap, **options}
+    return {"W": width, "CHUNK": chunk, "BLOCK": block, **overlap_options(overlap)}
 
 
 @triton.jit

@@ -36,28 +36,18 @@ from torchrec_jagged_attn.target_attention.arguments import (
     TargetOutputs,
     new_outputs,
 )
-from torchrec_jagged_attn.target_attention.kernels import schedule
-from torchrec_jagged_attn.target_attention.kernels.few_warps_backward import (
-    backward_kernel as few_warps_backward_kernel,
-)
-from torchrec_jagged_attn.target_attention.kernels.few_warps_forward import (
-    forward_kernel as few_warps_forward_kernel,
-)
-from torchrec_jagged_attn.target_attention.kernels.general_backward import (
-    grad_history_kernel,
-    grad_query_kernel,
-)
-from torchrec_jagged_attn.target_attention.kernels.general_combine import (
-    combine_gradients_kernel,
-    combine_outputs_kernel,
-    sum_tables_kernel,
-)
-from torchrec_jagged_attn.target_attention.kernels.general_forward import forward_kernel
-from torchrec_jagged_attn.target_attention.kernels.one_warp_backward import (
-    backward_kernel as one_warp_backward_kernel,
-)
-from torchrec_jagged_attn.target_attention.kernels.one_warp_forward import (
-    forward_kernel as one_warp_forward_kernel,
+from torchrec_jagged_attn.target_attention.kernels import (
+    few_warps_backward,
+    few_warps_forward,
+    general_backward,
+    general_combine,
+    general_forward,
+    one_warp_backward,
+    one_warp_forward,
+    row_gradients,
+    schedule,
+    warpgroup_backward,
+    warpgroup_forward,
 )
 from torchrec_jagged_attn.target_attention.kernels.records import (
     Gradients,
@@ -72,36 +62,27 @@ from torchrec_jagged_attn.target_attention.kernels.row_gradients import (
     ZERO_ROWS,
     QueryRows,
     SortedIndices,
-    combine_rows_kernel,
-    find_runs_kernel,
-    rows_kernel,
-)
-from torchrec_jagged_attn.target_attention.kernels.warpgroup_backward import (
-    backward_kernel as warpgroup_backward_kernel,
-)
-from torchrec_jagged_attn.target_attention.kernels.warpgroup_forward import (
-    forward_kernel as warpgroup_forward_kernel,
 )
 from torchrec_jagged_attn.target_attention.plan import DENSE, JAGGED, SHARED, Call, Plan, plan_of
 
 SUMMED_COLUMNS = 8  # elements of a table per program
 
-_forward = Launcher(forward_kernel)
-_combine_outputs = Launcher(combine_outputs_kernel)
-_grad_query = Launcher(grad_query_kernel)
-_grad_history = Launcher(grad_history_kernel)
-_combine_gradients = Launcher(combine_gradients_kernel)
-_sum_tables = Launcher(sum_tables_kernel)
-_find_runs = Launcher(find_runs_kernel)
-_rows = Launcher(rows_kernel)
-_combine_rows = Launcher(combine_rows_kernel)
+_forward = Launcher(general_forward.forward_kernel)
+_combine_outputs = Launcher(general_combine.combine_outputs_kernel)
+_grad_query = Launcher(general_backward.grad_query_kernel)
+_grad_history = Launcher(general_backward.grad_history_kernel)
+_combine_gradients = Launcher(general_combine.combine_gradients_kernel)
+_sum_tables = Launcher(general_combine.sum_tables_kernel)
+_find_runs = Launcher(row_gradients.find_runs_kernel)
+_rows = Launcher(row_gradients.rows_kernel)
+_combine_rows = Launcher(row_gradients.combine_rows_kernel)
 _list_splits = Launcher(schedule.list_splits_kernel)
-_one_warp_forward = Launcher(one_warp_forward_kernel)
-_one_warp_backward = Launcher(one_warp_backward_kernel)
-_few_warps_forward = Launcher(few_warps_forward_kernel)
-_few_warps_backward = Launcher(few_warps_backward_kernel)
-_warpgroup_forward = Launcher(warpgroup_forward_kernel)
-_warpgroup_backward = Launcher(warpgroup_backward_kernel)
+_one_warp_forward = Launcher(one_warp_forward.forward_kernel)
+_one_warp_backward = Launcher(one_warp_backward.backward_kernel)
+_few_warps_forward = Launcher(few_warps_forward.forward_kernel)
+_few_warps_backward = Launcher(few_warps_backward.backward_kernel)
+_warpgroup_forward = Launcher(warpgroup_forward.forward_kernel)
+_warpgroup_backward = Launcher(warpgroup_backward.backward_kernel)
 
 
 def listing_of(args: TargetArguments, backward: bool) -> Listing | None:

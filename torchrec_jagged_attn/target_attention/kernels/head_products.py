@@ -393,10 +393,8 @@ def _launch_to_heads(chain: Chain, listing: Listing | None, constants: Constants
     if num_rows:
         programs = -(-num_rows // constants.BLOCK_R) * constants.H
         split_list, num_samples, num_splits, chunk = listing or _NO_LISTING
-        if listing is not None:
-            programs += -(-num_samples // SAMPLES_OF_LIST)
         _to_heads(
-            (programs,),
+            (programs + -(-num_samples // SAMPLES_OF_LIST),),
             (chain, split_list, num_rows, num_samples, num_splits),
             {"C": constants, "CHUNK": chunk, "BLOCK_B": SAMPLES_OF_LIST},
         )
