@@ -25,7 +25,6 @@ from torchrec_jagged_attn.runtime.kernels.matmul import (
     MAX_DECOMPOSED_WIDTH,
     gradient_precision,
     padded_width,
-    tile_rows,
 )
 
 
@@ -243,9 +242,10 @@ class Plan:
         The gradient of keys needs most: four operands, or five of TF32, and scores.
         """
         call, precision = self.call, _plain_precision(self.call)
-        block = tile_rows(call.row_bytes, precision, registers=8192)
-        if precision == "ieee":
-            block = min(block, 32)  # scores of larger ones spill
+        # Operands are in shared memory, in tiles of 32 KiB, or in registers, where scores of larger
+        # blocks spill, too.
+        most, budget = (32, 8192) if precision == "ieee" else (64, 32768)
+        block = max(16, min(most, budget // call.row_bytes))
         operands = 5 if call.dtype.itemsize == 4 and precision == "tf32" else 4
         while block > 16 and (
             block * (operands * call.row_bytes + 4 * block + 16) > call.shared_memory

@@ -133,7 +133,7 @@ def load_queries(q_ptr, row, count, head, C: tl.constexpr):
 
 
 @triton.jit
-def load_keys(k_ptr, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True):
+def load_keys(k_ptr, tile, start, C: tl.constexpr, MASKED: tl.constexpr):
     """Keys ``[BLOCK_N, BLOCK_D]`` from the sample's row ``start`` on."""
     row, count = tile.base + start, tile.num_keys - start
     return load_rows(k_ptr, row, count, tile.kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D, MASKED)
@@ -271,9 +271,7 @@ def softmax_of_stats(
 
 
 @triton.jit
-def key_weights(
-    q, k, maximum, inverse, args, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True
-):
+def key_weights(q, k, maximum, inverse, args, tile, start, C: tl.constexpr, MASKED: tl.constexpr):
     """Weights ``[BLOCK_M, BLOCK_N]`` of ``k``, keys from ``start`` on."""
     bias, visible = key_bias(args, tile, start, C)
     products = product(q, tl.trans(k), C.PRECISION)

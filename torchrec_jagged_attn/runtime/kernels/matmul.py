@@ -32,16 +32,6 @@ def gradient_precision(precision: str) -> str:
     return "bf16x8" if precision == "bf16x6" else precision
 
 
-def tile_rows(row_bytes: int, precision: str = "tf32", registers: int = 0) -> int:
-    """Rows of a tile, 16 to 64, for rows of ``row_bytes``.
-
-    Tensor cores read operands from shared memory, which holds a few tiles of 32 KiB. ``"ieee"``
-    products read them from registers: ``registers`` is how many bytes these hold.
-    """
-    budget = registers if precision == "ieee" else 32768
-    return max(16, min(64, budget // row_bytes))
-
-
 def padded_width(width: int) -> int:
     """The power of two, at least 16, that a tile needs to hold ``width`` columns."""
     return max(16, 1 << (width - 1).bit_length())
