@@ -3,8 +3,6 @@
 import itertools
 from collections.abc import Iterable
 
-from triton import knobs
-
 
 def each_pair(*axes: Iterable) -> list[tuple]:
     """Combinations of one value of each axis, such that each two values of two axes meet.
@@ -23,8 +21,3 @@ def each_pair(*axes: Iterable) -> list[tuple]:
         chosen.append(max(left, key=lambda combination: len(left[combination] & missing)))
         missing -= left[chosen[-1]]
     return [tuple(axis[i] for axis, i in zip(axes, c, strict=True)) for c in chosen]
-
-
-def each_pair_if_interpreted(*axes: Iterable) -> list[tuple]:
-    """As :func:`each_pair` in Triton's interpreter, which is slow; elsewhere all combinations."""
-    return each_pair(*axes) if knobs.runtime.interpret else [*itertools.product(*axes)]

@@ -146,6 +146,7 @@ def flash_attention_oracle(
     causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
+    relative_bias: Tensor | None = None,
     weight_factors: Tensor | None = None,
     **biases: Tensor | None,
 ) -> Tensor:
@@ -176,8 +177,10 @@ def flash_attention_oracle(
             x.transpose(0, 1).reshape(k.shape[1], -1, x.shape[2]) for x in (q_LHD, k_LHD, v_LHD)
         )
         mask = unseeing = None
-        if bias_LH is not None or causal:
+        if bias_LH is not None or relative_bias is not None or causal:
             mask = q.new_zeros(q.shape[1], num_rows, num_keys)
+            if relative_bias is not None:
+                mask = mask + _scores_by_distance(relative_bias, num_rows, num_keys)
             if bias_LH is not None:
                 mask = mask + bias_LH.T.unsqueeze(1)
             if causal:
@@ -201,6 +204,14 @@ def flash_attention_oracle(
         out = out.view(q.shape[1], num_rows, -1)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)
+
+
+def _scores_by_distance(table: Tensor, num_rows: int, num_keys: int) -> Tensor:
+    """``[H, Lq, Lk]``; the last query is at the last key."""
+    distance = torch.arange(num_keys - num_rows, num_keys)[:, None] - torch.arange(num_keys)
+    buckets = [_recency_bucket(d) for d in distance.abs().flatten().tolist()]
+    index = torch.tensor(buckets, device=table.device).clamp(max=len(table) - 1)
+    return table[index.view(num_rows, num_keys)].permute(2, 0, 1)
 
 
 def _bias_of_rows(

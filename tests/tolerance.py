@@ -7,6 +7,7 @@ grow with the number of terms are in :mod:`tests.rounding`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,13 +77,16 @@ def assert_matches_oracle(
     function: Callable[..., Tensor],
     oracle: Callable[..., Tensor],
     inputs: dict[str, Any],
+    **options: Any,
 ) -> None:
     """Assert that ``function``'s output and all its gradients follow the tolerance rule.
 
     ``oracle`` is called on the inputs in fp64; the gradient of the output is random. Errors are
-    those of the coarsest dtype among inputs and output.
+    those of the coarsest dtype among inputs and output. Both functions also get ``options``, which
+    have no gradient and are not converted.
     """
-    exact = {name: x.double() if _is_float(x) else x for name, x in inputs.items()}
+    function, oracle = (functools.partial(f, **options) for f in (function, oracle))
+    exact = in_fp64(inputs)
     dtype = next(x.dtype for x in inputs.values() if _is_float(x))
 
     def grad_out(out: Tensor) -> Tensor:
@@ -96,6 +100,20 @@ def assert_matches_oracle(
     assert actual.keys() == expected.keys(), f"gradients of {list(actual)}, not {list(expected)}"
     for name in expected:
         assert_close(actual[name], expected[name], errors, name=name)
+
+
+def assert_output(
+    out: Tensor, oracle: Callable[..., Tensor], inputs: dict[str, Any], at: Any = ...
+) -> None:
+    """Assert that an output alone, or what of it is ``at`` an index, follows the rule."""
+    with RoundingErrors(out.dtype) as errors:
+        expected = oracle(**in_fp64(inputs))
+    assert_close(out[at], expected[at], errors)
+
+
+def in_fp64(inputs: dict[str, Any]) -> dict[str, Any]:
+    """``inputs``, of which floating-point tensors are converted."""
+    return {name: x.double() if _is_float(x) else x for name, x in inputs.items()}
 
 
 def _is_float(x: Any) -> bool:

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.attention.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
 from tests.combinations import each_pair
-from tests.flash_attention.test_flash_attention import with_relative_bias
 from tests.modules.target_attention_inputs import attend, make_inputs, make_module
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
 from tests.modules.test_self_attention import run
@@ -19,12 +17,9 @@ from tests.oracles import flash_attention_oracle, target_attention_oracle
 from tests.target_attention.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
-    EncoderConfig,
     HistoryEncoderLayer,
     JaggedSelfAttention,
     JaggedTargetAttention,
-    TargetAttentionConfig,
-    TargetAttentionEmbeddingBagCollection,
     jagged_flash_attention,
     jagged_target_attention,
 )
@@ -108,13 +103,15 @@ def factors_of(device, num_query_rows, num_heads, num_rows, p=P):
     return factors.view(num_query_rows, num_heads, num_rows).to(device)
 
 
-def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num_rows, device):
+def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num_rows, **options):
     attend, oracle = functions
+    device = inputs["offsets" if "offsets" in inputs else "q_offsets"].device
     factors = factors_of(device, num_query_rows, num_heads, num_rows)
     assert_matches_oracle(
         seeded(attend, dropout=P),
         functools.partial(oracle, weight_factors=factors),
         inputs,
+        **options,
     )
 
 
@@ -137,11 +134,8 @@ def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num
 def test_target_attention(layout, num_targets, dtype, others, score, device):
     inputs, _ = inputs_of_layout(layout, num_targets, dtype, others, device)
     num_query_rows = 32 if layout == "jagged" else num_targets * len(LENGTHS)
-    functions = [
-        functools.partial(function, score=score)
-        for function in (jagged_target_attention, target_attention_oracle)
-    ]
-    assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(LENGTHS), device)
+    functions = jagged_target_attention, target_attention_oracle
+    assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(LENGTHS), score=score)
 
 
 FLASH = jagged_flash_attention, flash_attention_oracle
@@ -156,8 +150,7 @@ FLASH = jagged_flash_attention, flash_attention_oracle
 def test_flash_attention(mask, width, dtype, device):
     causal, window = mask
     inputs = flash_inputs([70, 0, 3, 20], width, dtype, device)
-    functions = [functools.partial(function, causal=causal, window=window) for function in FLASH]
-    assert_weights_are_dropped(functions, inputs, 93, 4, 93, device)
+    assert_weights_are_dropped(FLASH, inputs, 93, 4, 93, causal=causal, window=window)
 
 
 def test_cross_attention_with_all_biases(device):
@@ -169,25 +162,14 @@ def test_cross_attention_with_all_biases(device):
     inputs["q_offsets"] = torch.tensor([0, 5, 7, 7, 14], device=device)
     inputs["position_bias"] = torch.randn(9, 4, generator=generator).to(device)
     inputs["bias"] = torch.randn(93, 4, generator=generator).to(device)
-    assert_weights_are_dropped(FLASH, inputs, 14, 4, 93, device)
+    assert_weights_are_dropped(FLASH, inputs, 14, 4, 93)
 
 
 def test_beside_distances(device):
     """They have a kernel of their own."""
-    q, k, v = (torch.randn(93, 2, 16, device=device) for _ in range(3))
-    relative_bias = torch.randn(6, 2, device=device)
-    offsets = torch.tensor([0, 70, 70, 93], device=device)
-    factors = factors_of(device, 93, 2, 93).double()
-
-    def by_weights(q, k, v, relative_bias):
-        """All weights by values that are rows of a unit matrix, then dropped and multiplied."""
-        ones = torch.eye(93, device=device, dtype=q.dtype).unsqueeze(1).expand(-1, 2, -1)
-        weights = with_relative_bias(q, k, ones, offsets, relative_bias=relative_bias, causal=True)
-        return torch.einsum("ihj,jhd->ihd", weights * factors, v)
-
-    inputs = {"q": q, "k": k, "v": v, "relative_bias": relative_bias}
-    attend = seeded(jagged_flash_attention, q_offsets=offsets, causal=True, dropout=P)
-    assert_matches_oracle(attend, by_weights, inputs)
+    inputs = flash_inputs([70, 0, 23], 16, torch.float32, device)
+    inputs["relative_bias"] = torch.randn(6, 4, device=device)
+    assert_weights_are_dropped(FLASH, inputs, 93, 4, 93, causal=True)
 
 
 def test_with_row_dropout(device):
@@ -209,17 +191,6 @@ def test_with_row_dropout(device):
     )
 
 
-@pytest.mark.reference  # kernels drop the same weights
-def test_the_mean_of_outputs_is_that_without_dropout(device):
-    inputs = inputs_of([40, 7], device, num_targets=3)
-    expected = jagged_target_attention(**inputs)
-    torch.manual_seed(0)
-    outs = torch.stack([jagged_target_attention(**inputs, dropout=0.2) for _ in range(300)])
-    error = (outs.mean(0) - expected).abs() / (outs.std(0) / 300**0.5)
-    assert error.max() < 5
-    assert not torch.equal(outs[0], outs[1])
-
-
 def test_of_zero_nothing_is_drawn(device):
     inputs = inputs_of([40, 7], device)
     torch.manual_seed(0)
@@ -239,7 +210,6 @@ def test_log_sum_exps_count_all_keys(device):
 
 def attend_by_hand(module, factors, target, history, offsets, **parameters):
     """``JaggedTargetAttention`` of one width, without recency bias, of ``[B, T, E]`` targets."""
-    num_heads, width = module.num_heads, module.head_dim
     if module.value_projection:
         w_q, w_k, w_v = parameters["in_proj_weight"].chunk(3)
         b_q, _, b_v = parameters["in_proj_bias"].chunk(3)
@@ -247,22 +217,18 @@ def attend_by_hand(module, factors, target, history, offsets, **parameters):
         w_q, w_k, b_q = (
             parameters[name] for name in ("q_proj_weight", "k_proj_weight", "in_proj_bias")
         )
-    factors = factors.view(*target.shape[:2], num_heads, -1)
-    begin, outs = 0, []
-    for b, length in enumerate(offsets.diff().tolist()):
-        rows = history[begin : begin + length]
-        q = (target[b] @ w_q.T + b_q).unflatten(1, (num_heads, width))
-        k = (rows @ w_k.T).unflatten(1, (num_heads, width))
-        v = (rows @ w_v.T if module.value_projection else rows).unflatten(1, (num_heads, width))
-        weights = torch.softmax(torch.einsum("thd,nhd->thn", q, k) / width**0.5, 2)
-        weights = weights * factors[b, :, :, begin : begin + length]
-        out = torch.einsum("thn,nhd->thd", weights, v).flatten(1)
-        if module.value_projection:
-            out = out + b_v if length else out
-            out = F.linear(out, parameters["out_proj.weight"], parameters["out_proj.bias"])
-        outs.append(out)
-        begin += length
-    return torch.stack(outs)
+    num_samples, num_targets, _ = target.shape
+    q = F.linear(target.flatten(0, 1), w_q, b_q)
+    k, v = history @ w_k.T, history @ w_v.T if module.value_projection else history
+    out = flash_attention_oracle(
+        *(x.unflatten(1, (module.num_heads, module.head_dim)) for x in (q, k, v)),
+        torch.arange(num_samples + 1) * num_targets, offsets, weight_factors=factors,
+    ).flatten(1)  # fmt: skip
+    if module.value_projection:
+        filled = (offsets.diff() > 0).repeat_interleave(num_targets).unsqueeze(1)
+        out = out + b_v * filled
+        out = F.linear(out, parameters["out_proj.weight"], parameters["out_proj.bias"])
+    return out.view(target.shape)
 
 
 @pytest.mark.parametrize("value_projection", [True, False])
@@ -329,20 +295,6 @@ def test_compiles_once(make, name):
             values = [value.values() for value in values]
         torch.testing.assert_close(*values, rtol=0, atol=0)
     assert counter.frame_count == 1
-
-
-def test_of_a_collection():
-    tables = [
-        EmbeddingBagConfig(
-            name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
-        )
-    ]
-    config = TargetAttentionConfig("item", "history", dropout=P, encoder=EncoderConfig())
-    collection = TargetAttentionEmbeddingBagCollection(tables, config)
-    kinds = {type(x): x.dropout for x in collection.modules() if hasattr(x, "row_dropout")}
-    assert kinds == {JaggedTargetAttention: P, JaggedSelfAttention: P}
-    layers = [x for x in collection.modules() if isinstance(x, HistoryEncoderLayer)]
-    assert [x.dropout.p for x in layers] == [0.0]
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 2, float("nan")])

@@ -9,7 +9,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.cases import offsets_of
 from tests.combinations import each_pair
-from tests.flash_attention.test_flash_attention import with_relative_bias
 from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs, make_module
 from tests.modules.test_self_attention import attention_peer, layer_peer, run, run_by_sample
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
@@ -73,13 +72,14 @@ def kept(device, num_rows, p):
     return weights
 
 
-def assert_rows_are_dropped(functions, inputs, num_rows, device, p=0.4):
+def assert_rows_are_dropped(functions, inputs, num_rows, **options):
     attend, oracle = functions
-    weights = kept(device, num_rows, p)
+    weights = kept(inputs["offsets" if "offsets" in inputs else "q_offsets"].device, num_rows, 0.4)
     assert_matches_oracle(
-        seeded(attend, row_dropout=p),
+        seeded(attend, row_dropout=0.4),
         functools.partial(oracle, prior_weights=weights),
         inputs,
+        **options,
     )
 
 
@@ -110,7 +110,7 @@ def flash_inputs(lengths, width, dtype, device):
 def test_target_attention(layout, num_targets, dtype, others, device):
     inputs, _ = inputs_of_layout(layout, num_targets, dtype, others, device)
     functions = jagged_target_attention, target_attention_oracle
-    assert_rows_are_dropped(functions, inputs, sum(LENGTHS), device)
+    assert_rows_are_dropped(functions, inputs, sum(LENGTHS))
 
 
 @pytest.mark.parametrize(
@@ -122,22 +122,17 @@ def test_flash_attention(mask, width, dtype, device):
     causal, window = mask
     inputs = flash_inputs([70, 0, 3, 20], width, dtype, device)
     functions = jagged_flash_attention, flash_attention_oracle
-    options = {"causal": causal, "window": window}
-    functions = [functools.partial(function, **options) for function in functions]
-    assert_rows_are_dropped(functions, inputs, 93, device)
+    assert_rows_are_dropped(functions, inputs, 93, causal=causal, window=window)
 
 
 def test_beside_distances_and_prior_weights(device):
     """These have kernels of their own."""
-    q, k, v, relative_bias = (torch.randn(93, 2, 16, device=device) for _ in range(4))
-    inputs = {"q": q, "k": k, "v": v, "relative_bias": relative_bias[:6, :, 0].contiguous()}
-    inputs["q_offsets"] = torch.tensor([0, 70, 70, 93], device=device)
+    inputs = flash_inputs([70, 0, 23], 16, torch.float32, device)
+    inputs["relative_bias"] = torch.randn(6, 4, device=device)
     weights = torch.rand(93, device=device)
-    both = weights.double() * kept(device, 93, 0.4)
-
-    def oracle(**inputs):
-        return with_relative_bias(**inputs, bias=both.log().unsqueeze(1))
-
+    oracle = functools.partial(
+        flash_attention_oracle, prior_weights=weights.double() * kept(device, 93, 0.4)
+    )
     attend = seeded(jagged_flash_attention, prior_weights=weights, row_dropout=0.4)
     assert_matches_oracle(attend, oracle, inputs)
 
@@ -186,11 +181,15 @@ def test_of_a_collection():
             name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
         )
     ]
-    config = TargetAttentionConfig("item", "history", row_dropout=0.4, encoder=EncoderConfig())
+    config = TargetAttentionConfig(
+        "item", "history", row_dropout=0.4, dropout=0.2, encoder=EncoderConfig()
+    )
     collection = TargetAttentionEmbeddingBagCollection(tables, config)
     modules = [module for module in collection.modules() if hasattr(module, "row_dropout")]
-    kinds = {type(module): module.row_dropout for module in modules}
-    assert kinds == {JaggedTargetAttention: 0.4, JaggedSelfAttention: 0.4}
+    kinds = {type(module): (module.row_dropout, module.dropout) for module in modules}
+    assert kinds == {JaggedTargetAttention: (0.4, 0.2), JaggedSelfAttention: (0.4, 0.2)}
+    layers = [x for x in collection.modules() if isinstance(x, HistoryEncoderLayer)]
+    assert [x.dropout.p for x in layers] == [0.0]
     features = KeyedJaggedTensor(
         keys=["item", "history"],
         values=torch.arange(82),

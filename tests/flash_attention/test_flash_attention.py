@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.cases import CASES, Case, make_flash_inputs, offsets_of
-from tests.combinations import each_pair, each_pair_if_interpreted
+from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
 from tests.oracles import flash_attention_oracle
 from tests.rounding import RoundingErrors
-from tests.runs import assert_same_run
 from tests.target_attention.test_target_attention import (
     FAR_TIMES,
     buckets_apart,
@@ -27,11 +26,9 @@ from torchrec_jagged_attn import devices, jagged_flash_attention
 CPU = torch.device("cpu")
 
 
-def assert_right(inputs, causal=False, timestamps=None, window=None):
-    # Timestamps are no leaf, though they may be floating-point.
-    functions = (jagged_flash_attention, flash_attention_oracle)
-    options = {"causal": causal, "timestamps": timestamps, "window": window}
-    assert_matches_oracle(*(partial(function, **options) for function in functions), inputs)
+def assert_right(inputs, causal=False, **options):
+    functions = jagged_flash_attention, flash_attention_oracle
+    assert_matches_oracle(*functions, inputs, causal=causal, **options)
 
 
 def inputs_of(
@@ -58,7 +55,7 @@ def inputs_of(
 
 @pytest.mark.parametrize(
     ("name", "kind", "causal"),
-    each_pair_if_interpreted(
+    each_pair(
         [name for name, case in CASES.items() if not case.large],
         ["self", "cross", "biased", "cross and biased"],
         [False, True],
@@ -75,16 +72,22 @@ def test_cases(name, kind, causal, device):
     assert_right(make_flash_inputs(case, device, **options, bias="biased" in kind), causal)
 
 
+WINDOWS = [1, 2, 31, 63, 64, 65, 127, 128, 129, 200, 400, 2**40]
+MASKS = [(False, None), *((True, window) for window in (None, *WINDOWS))]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [40, 48, 64, 96, 128])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_lengths_about_tiles(causal, kv_heads, width, dtype):
-    lengths = [1, 16, 31, 33, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 17, 400, 32]
+@pytest.mark.parametrize(
+    ("mask", "width", "dtype", "kv_heads"),
+    each_pair(MASKS, [40, 48, 64, 96, 128], [torch.float16, torch.bfloat16, torch.float32], [1, 2]),
+    ids=str,
+)
+def test_lengths_and_windows_about_tiles(mask, width, dtype, kv_heads):
+    causal, window = mask
+    lengths = [1, 16, 31, 33, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 17, 900, 32]
     for kv_lengths in (lengths, lengths[::-1]):
         inputs = inputs_of(lengths, kv_lengths, "cuda", dtype, width=width, kv_heads=kv_heads)
-        assert_right(inputs, causal)
+        assert_right(inputs, causal, window=window)
 
 
 @pytest.mark.parametrize("other", ["stride", "dtype"])
@@ -133,18 +136,6 @@ def test_window(name, window, kind, device):
     assert_right(inputs, causal=True, window=window)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("width", [40, 64, 128])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("window", [1, 2, 31, 63, 64, 65, 127, 128, 129, 200, 400, 2**40])
-def test_windows_about_tiles(window, kv_heads, width, dtype):
-    lengths = [1, 16, 31, 33, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 17, 900, 32]
-    for kv_lengths in (lengths, lengths[::-1]):
-        inputs = inputs_of(lengths, kv_lengths, "cuda", dtype, width=width, kv_heads=kv_heads)
-        assert_right(inputs, True, window=window)
-
-
 @pytest.mark.parametrize("window", [1, 6, 64, 10**12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_window_of_biases(dtype, window, device):
@@ -155,31 +146,7 @@ def test_window_of_biases(dtype, window, device):
     inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
     inputs["prior_weights"] = draw_prior_weights(290, device)
     timestamps = torch.exp(14 * torch.rand(290, generator=generator)).to(device)
-    assert_right(inputs, True, timestamps, window)
-
-
-@pytest.mark.parametrize("window", [1, 6, 64, 100])
-@pytest.mark.parametrize(
-    ("dtype", "width"), [(torch.float32, 16), (torch.float16, 64), (torch.bfloat16, 128)], ids=str
-)
-def test_window_and_distances(window, dtype, width, device):
-    skip_unless_supported(Case("relative", 5, 150, 2, width, dtype=dtype), device)
-    inputs = inputs_of([9, 2, 90, 1, 5, 0], [80, 0, 90, 9, 2, 3], device, dtype, width=width)
-    generator = torch.Generator().manual_seed(1)
-    inputs["relative_bias"] = torch.randn(17, 2, generator=generator).to(device, dtype)
-    assert_matches_oracle(
-        partial(jagged_flash_attention, causal=True, window=window),
-        partial(with_relative_bias, causal=True, window=window),
-        inputs,
-    )
-
-
-def test_window_as_wide_as_all_changes_no_result(device):
-    inputs = inputs_of([70, 0, 5, 33], [64, 3, 9, 90], device, bias=True)
-    whole, lse = jagged_flash_attention(**inputs, causal=True, return_lse=True)
-    out, lse_of_window = jagged_flash_attention(**inputs, causal=True, window=90, return_lse=True)
-    assert torch.equal(out, whole)
-    assert torch.equal(lse_of_window, lse)
+    assert_right(inputs, True, timestamps=timestamps, window=window)
 
 
 def assert_tiles_beyond_a_window_are_not_read(inputs, window):
@@ -234,7 +201,7 @@ def test_recency(causal, times, dtype, device):
     if times is not None:
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
         timestamps = torch.exp(14 * torch.rand(163, generator=generator)).to(device, times)
-    assert_right(inputs, causal, timestamps)
+    assert_right(inputs, causal, timestamps=timestamps)
 
 
 def draw_prior_weights(num_keys, device, dtype=torch.float32):
@@ -267,7 +234,7 @@ def test_prior_weights(causal, kv_heads, dtype, others, device):
         inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
         timestamps = torch.arange(167, device=device) ** 2
     inputs["prior_weights"] = draw_prior_weights(167, device, torch.float32 if causal else dtype)
-    assert_right(inputs, causal, timestamps)
+    assert_right(inputs, causal, timestamps=timestamps)
 
 
 def test_prior_weights_beside_a_bias_join_it(device):
@@ -296,22 +263,12 @@ def test_keys_of_no_prior_weight_give_zeros(device):
         assert torch.all(results[name][:70] == 0), name
 
 
-def test_prior_weights_and_distances(device):
-    """As the same scores given as a bias."""
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_prior_weights_and_distances(causal, device):
     inputs = inputs_of([70, 3, 40], [70, 3, 40], device)
     inputs["relative_bias"] = torch.randn(20, 2, device=device)
-    inputs["q_offsets"] = inputs["kv_offsets"]
-    weights = draw_prior_weights(113, device)
-    grad_out = torch.randn(113, 2, 8, device=device)
-    for causal in (False, True):
-        attend = partial(jagged_flash_attention, causal=causal)
-        by_bias = inputs | {"bias": weights.log().unsqueeze(1).repeat(1, 2)}
-        expected = outputs_and_gradients(attend, by_bias, grad_out)
-        actual = outputs_and_gradients(attend, inputs | {"prior_weights": weights}, grad_out)
-        actual["bias"] = actual.pop("prior_weights") * weights
-        expected["bias"] = expected["bias"].sum(1)
-        for name, value in expected.items():
-            assert_same_run(actual[name], value, num_terms=70 + 16, name=name)
+    inputs["prior_weights"] = draw_prior_weights(113, device)
+    assert_right(inputs, causal)
 
 
 @settings(max_examples=12)
@@ -382,67 +339,34 @@ def test_more_elements_than_int32_counts():
     assert x.numel() - tail["q"].numel() > 2**31
 
 
-def with_relative_bias(
-    q, k, v, q_offsets, kv_offsets=None, relative_bias=None, bias=None, causal=False, scale=None,
-    window=None,
-):  # fmt: skip
-    """Each sample by itself, through a mask that PyTorch adds to the scores."""
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    bounds = [x.tolist() for x in (q_offsets, q_offsets if kv_offsets is None else kv_offsets)]
-    outs = [v.new_zeros(0, q.shape[1], v.shape[2])]
-    for (begin, end), (kv_begin, kv_end) in zip(*map(pairwise, bounds), strict=True):
-        rows, keys = end - begin, kv_end - kv_begin
-        distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
-        quarters = [(1 + abs(d)) ** 4 for d in distance.flatten().tolist()]
-        bucket = torch.tensor([d.bit_length() - 1 for d in quarters], dtype=torch.int64)
-        bucket = bucket.clamp(max=len(relative_bias) - 1).view(rows, keys).to(q.device)
-        mask = relative_bias[bucket].permute(2, 0, 1).to(q.dtype)
-        if bias is not None:
-            mask = mask + bias[kv_begin:kv_end].T.unsqueeze(1)
-        hidden = (distance < 0).to(q.device) & causal
-        if window is not None:
-            hidden |= (distance >= window).to(q.device)
-        some = ~hidden.all(1, keepdim=True)
-        mask = mask.masked_fill(hidden & some, -torch.inf)
-        k_sample, v_sample = (
-            x[kv_begin:kv_end].repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1)
-            for x in (k, v)
-        )
-        scores = q[begin:end].transpose(0, 1) @ k_sample.mT * scale + mask
-        weights = torch.softmax(scores, -1) * some if keys else scores
-        outs.append((weights @ v_sample).transpose(0, 1))
-    return torch.cat(outs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_relative_bias(causal, dtype, device):
-    skip_unless_supported(Case("relative", 5, 150, 2, 16, dtype=dtype), device)
-    inputs = inputs_of([9, 2, 70, 0, 64, 1, 5], [150, 0, 3, 5, 64, 1, 5], device, dtype)
-    generator = torch.Generator().manual_seed(1)
-    inputs["relative_bias"] = torch.randn(17, 2, generator=generator).to(device, dtype)
-    assert_matches_oracle(
-        partial(jagged_flash_attention, causal=causal),
-        partial(with_relative_bias, causal=causal),
-        inputs,
-    )
-
-
 @pytest.mark.parametrize(
-    ("num_buckets", "scale", "width"), [(1, 0.25, 16), (16, -0.25, 64), (100, 0.25, 20)]
+    ("mask", "kind", "num_buckets"),
+    each_pair(
+        [(False, None), (True, None), *((True, window) for window in (1, 6, 64, 100))],
+        [(torch.float32, 16), (torch.float16, 64), (torch.bfloat16, 128), (torch.float16, 20)],
+        [1, 17, 100],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_relative_bias_beside_one_of_keys(causal, num_buckets, scale, width, device):
-    inputs = inputs_of(
-        [9, 70, 0, 64, 3], [70, 9, 5, 64, 0], device, bias=True, width=width, kv_heads=2
-    )
+def test_relative_bias(mask, kind, num_buckets, device):
+    causal, window = mask
+    dtype, width = kind
+    skip_unless_supported(Case("relative", 5, 150, 2, width, dtype=dtype), device)
+    q_lengths, kv_lengths = [9, 2, 70, 0, 64, 1, 5], [150, 0, 3, 5, 64, 1, 5]
+    inputs = inputs_of(q_lengths, kv_lengths, device, dtype, width=width)
     generator = torch.Generator().manual_seed(1)
-    inputs["relative_bias"] = torch.randn(num_buckets, 2, generator=generator).to(device)
-    assert_matches_oracle(
-        partial(jagged_flash_attention, causal=causal, scale=scale),
-        partial(with_relative_bias, causal=causal, scale=scale),
-        inputs,
-    )
+    inputs["relative_bias"] = torch.randn(num_buckets, 2, generator=generator).to(device, dtype)
+    assert_right(inputs, causal, window=window)
+
+
+@pytest.mark.parametrize(("scale", "width"), [(0.25, 16), (-0.25, 64), (0.25, 20)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_relative_bias_beside_one_of_keys(causal, scale, width, device):
+    lengths = [9, 70, 0, 64, 3], [70, 9, 5, 64, 0]
+    inputs = inputs_of(*lengths, device, bias=True, width=width, kv_heads=2)
+    generator = torch.Generator().manual_seed(1)
+    inputs["relative_bias"] = torch.randn(16, 2, generator=generator).to(device)
+    assert_right(inputs, causal, scale=scale)
 
 
 @pytest.mark.gpu
@@ -451,7 +375,7 @@ def test_relative_bias_of_far_keys(dtype):
     """Of 70,000 keys and a query: 65 buckets, and one that is empty."""
     inputs = inputs_of([1], [70_000], "cuda", dtype, width=64)
     inputs["relative_bias"] = torch.linspace(-2, 2, 132, device="cuda").view(66, 2)
-    assert_matches_oracle(jagged_flash_attention, with_relative_bias, inputs)
+    assert_right(inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -483,18 +407,7 @@ def test_log_sum_exps(causal, window, dtype, device):
 @pytest.mark.parametrize("scale", [-0.7, 0.0], ids=str)
 def test_any_scale(scale, width, dtype, device):
     inputs = inputs_of([3, 70, 5], [5, 90, 5], device, dtype, width=width)
-    functions = (jagged_flash_attention, flash_attention_oracle)
-    assert_matches_oracle(*(partial(function, scale=scale) for function in functions), inputs)
-
-
-def test_row_without_keys_gives_zeros(device):
-    inputs = inputs_of([3, 4], [0, 2], device)
-    results = outputs_and_gradients(
-        partial(jagged_flash_attention, causal=True), inputs, torch.ones(7, 2, 8, device=device)
-    )
-    assert torch.all(results["out"][:5] == 0)
-    assert torch.all(results["out"][5:] != 0)
-    assert torch.all(results["q"][:5] == 0)
+    assert_right(inputs, scale=scale)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -533,20 +446,6 @@ def test_bias_shifts_nothing(device):
     assert_right(inputs)
 
 
-def test_tables_are_the_bias_of_their_rows(device):
-    """Positions and ages are those of keys, whichever queries there are."""
-    inputs = inputs_of([2, 40, 0, 3], [70, 5, 4, 0], device)
-    position_bias = torch.randn(30, 2, device=device)
-    lengths = inputs["kv_offsets"].diff().tolist()
-    positions = [n for length in lengths for n in range(length - 1, -1, -1)]
-    buckets = [min(((1 + n) ** 4).bit_length() - 1, 29) for n in positions]
-    expected = jagged_flash_attention(**inputs, bias=position_bias[buckets])
-    actual = jagged_flash_attention(**inputs, position_bias=position_bias)
-    assert torch.equal(actual, expected)
-    by_age = {"age_bias": position_bias, "timestamps": -torch.tensor(positions, device=device)}
-    assert torch.equal(jagged_flash_attention(**inputs, **by_age), expected)
-
-
 @pytest.mark.parametrize("times", [None, *FAR_TIMES], ids=str)
 def test_buckets_of_ages(times, device):
     inputs, expected = (
@@ -579,9 +478,7 @@ def test_ages_from_the_request(causal, times, dtype, device):
         "timestamps": (torch.arange(num_keys, device=device) ** 2).to(times),
         "request_time": (torch.arange(num_samples, device=device) * 4000).to(times),
     }
-    functions = (jagged_flash_attention, flash_attention_oracle)
-    options = {"causal": causal, **ages}
-    assert_matches_oracle(*(partial(function, **options) for function in functions), inputs)
+    assert_right(inputs, causal, **ages)
 
 
 def test_strided_inputs_and_gradients(device):

@@ -208,8 +208,8 @@ def test_rows_that_are_not_named_get_zeros(device):
 def test_dropout(num_targets, dtype, num_rows, device):
     """By position: two with the same index are dropped independently."""
     inputs = by_index(LENGTHS, device, dtype, num_rows, num_targets=num_targets)
-    assert_rows_are_dropped(FUNCTIONS, inputs, 368, device)
-    assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 368, device)
+    assert_rows_are_dropped(FUNCTIONS, inputs, 368)
+    assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 368)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -280,7 +280,7 @@ def test_row_dropout(num_targets, dtype, path):
     inputs, _ = make_inputs(lengths, dtype, 2, num_targets, 64)
     functions = jagged_target_attention, target_attention_oracle
     with gluon_in_numpy(path == "warpgroup") as launched:
-        assert_rows_are_dropped(functions, inputs, sum(lengths), CPU)
+        assert_rows_are_dropped(functions, inputs, sum(lengths))
     assert set(launched) == {f"{path}_forward", f"{path}_backward"}
 
 
@@ -298,13 +298,10 @@ def test_row_dropout(num_targets, dtype, path):
 def test_dropout(num_targets, dtype, path, score):
     lengths = [1100 if path == "warpgroup" else 560, 0, 3, 64, 1]
     inputs, _ = make_inputs(lengths, dtype, 2, num_targets, 64, num_positions=20)
-    functions = [
-        functools.partial(function, score=score)
-        for function in (jagged_target_attention, target_attention_oracle)
-    ]
-    num_query_rows = num_targets * len(lengths)
+    functions = jagged_target_attention, target_attention_oracle
+    shape = num_targets * len(lengths), 2, sum(lengths)
     with gluon_in_numpy(path == "warpgroup") as launched:
-        assert_weights_are_dropped(functions, inputs, num_query_rows, 2, sum(lengths), CPU)
+        assert_weights_are_dropped(functions, inputs, *shape, score=score)
     assert set(launched) == {f"{path}_forward", f"{path}_backward"}
 
 
@@ -426,9 +423,9 @@ def test_rows_by_index(shape, num_rows, dtype, launched):
 def test_dropout_of_rows_by_index(num_targets, launched):
     inputs = by_index(LENGTHS, dtype=torch.float32, num_rows=300, num_targets=num_targets)
     num_indices = sum(LENGTHS)
-    assert_rows_are_dropped(OVER_ROWS, inputs, num_indices, CPU)
+    assert_rows_are_dropped(OVER_ROWS, inputs, num_indices)
     num_query_rows = len(LENGTHS) * num_targets
-    assert_weights_are_dropped(OVER_ROWS, inputs, num_query_rows, 2, num_indices, CPU)
+    assert_weights_are_dropped(OVER_ROWS, inputs, num_query_rows, 2, num_indices)
     assert launched
 
 
