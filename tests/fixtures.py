@@ -174,18 +174,17 @@ def summed(function):
 
 
 def opcheck(op: torch._ops.OpOverload, arguments: tuple) -> None:
-    """``torch.library.opcheck``; interpreted, gradients are not traced, which is alike with any
-    kernels, but taken, and finite.
+    """``torch.library.opcheck``. Gradients, if an argument has one, are traced; interpreted, they
+    are taken, and finite: they are traced alike with any kernels.
     """
-    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    if not knobs.runtime.interpret:
-        torch.library.opcheck(op, arguments, test_utils=[*checks, "test_aot_dispatch_dynamic"])
-        return
-    torch.library.opcheck(op, arguments, test_utils=checks)
-    outs = op(*arguments)
-    out = outs[0] if isinstance(outs, (tuple, list)) else outs
     leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
-    if leaves:
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if leaves and not knobs.runtime.interpret:
+        checks.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, arguments, test_utils=checks)
+    if leaves and knobs.runtime.interpret:
+        outs = op(*arguments)
+        out = outs[0] if isinstance(outs, (tuple, list)) else outs
         grads = torch.autograd.grad(out.sum(), leaves)
         assert all(torch.isfinite(grad).all() for grad in grads)
 

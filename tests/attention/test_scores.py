@@ -1,23 +1,11 @@
 """Weights of target attention that are a function of their own score."""
 
-import functools
-
 import pytest
 import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from tests.oracles import target_attention_oracle
-from tests.target_attention.test_target_attention import inputs_of, inputs_of_layout
-from tests.tolerance import assert_matches_oracle
+from tests.target_attention.test_target_attention import assert_right, inputs_of, inputs_of_layout
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
-
-FUNCTIONS = jagged_target_attention, target_attention_oracle
-
-
-def assert_right(inputs, score, **options):
-    functions = (functools.partial(f, score=score, **options) for f in FUNCTIONS)
-    assert_matches_oracle(*functions, inputs)
-
 
 SCORE_CASES = [
     ("own", 1, torch.float32, "bias and tables"),
@@ -37,7 +25,7 @@ SCORE_CASES = [
 @pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), SCORE_CASES, ids=str)
 def test_scores(layout, num_targets, dtype, others, score, device):
     inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
-    assert_right(inputs, score, timestamps=timestamps)
+    assert_right(inputs, score=score, timestamps=timestamps)
 
 
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
@@ -45,7 +33,7 @@ def test_scores(layout, num_targets, dtype, others, score, device):
 def test_at_edges(lengths, score, device):
     for num_targets in (0, 1, 9):
         inputs = inputs_of(lengths, device, num_targets=num_targets)
-        assert_right(inputs, score)
+        assert_right(inputs, score=score)
 
 
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
@@ -55,7 +43,7 @@ def test_scores_far_from_zero(score, num_targets, device):
     inputs = inputs_of([70, 5], device, num_targets=num_targets)
     inputs["query"] *= 100
     inputs["bias"][::3] = -torch.inf
-    assert_right(inputs, score)
+    assert_right(inputs, score=score)
 
 
 @pytest.mark.reference

@@ -15,7 +15,12 @@ from tests.combinations import each_pair
 from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
 from tests.oracles import target_attention_oracle
 from tests.rounding import RoundingErrors
-from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
+from tests.tolerance import (
+    assert_close,
+    assert_matches_oracle,
+    assert_output,
+    outputs_and_gradients,
+)
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.devices import implementation
@@ -25,16 +30,9 @@ from torchrec_jagged_attn.target_attention.arguments import TargetArguments
 CPU = torch.device("cpu")
 
 
-def assert_right(inputs):
-    assert_matches_oracle(jagged_target_attention, target_attention_oracle, inputs)
-
-
-def assert_out(out, inputs):
-    """That an output alone is right, by the tolerance rule."""
-    exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    with RoundingErrors(out.dtype) as errors:
-        expected = target_attention_oracle(**exact)
-    assert_close(out, expected, errors)
+def assert_right(inputs, **options):
+    functions = jagged_target_attention, target_attention_oracle
+    assert_matches_oracle(*functions, inputs, **options)
 
 
 def inputs_of(lengths, device=CPU, dtype=torch.float32, num_heads=2, num_targets=1, width=16):
@@ -75,33 +73,26 @@ def test_tf32(width, num_targets, device):
 
 
 LAYOUTS = ["one-target", "targets", "many-targets", "shared", "jagged"]
-TIMES = [None, torch.int32, torch.int64, torch.float32, torch.float64]
+TIMES = [torch.int32, torch.int64, torch.float32, torch.float64]
 
 
 @pytest.mark.parametrize(
-    ("layout", "times", "dtype"),
+    ("layout", "times", "has_requests", "dtype"),
     [
-        *each_pair(LAYOUTS, TIMES, [torch.float32, torch.float16]),
-        *((layout, times, torch.bfloat16) for layout, times in zip(LAYOUTS, TIMES, strict=True)),
+        *each_pair(LAYOUTS, TIMES, [False, True], [torch.float32, torch.float16]),
+        *each_pair(LAYOUTS, [torch.int64, torch.float32], [False, True], [torch.bfloat16]),
     ],
     ids=str,
 )
-def test_recency(layout, times, dtype, device):
+def test_ages(layout, times, has_requests, dtype, device):
+    """From the newest row; or from the request, which rows may be newer or much older than."""
     num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
-    others = "bias and positions" if times is None else "bias and tables"
+    others = "tables" if has_requests else "bias and tables"
     inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
-    if times is not None:
-        ages = 14 * torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(2))
-        timestamps = torch.exp(ages).to(device, times)
-
-    def with_times(function):  # timestamps are no leaf, though they may be floating-point
-        return functools.partial(function, timestamps=timestamps)
-
-    assert_matches_oracle(
-        with_times(jagged_target_attention),
-        with_times(target_attention_oracle),
-        inputs,
-    )
+    ages = {"timestamps": timestamps.to(times)}
+    if has_requests:
+        ages["request_time"] = torch.tensor(REQUEST_TIMES, device=device).to(times)
+    assert_right(inputs, **ages)
 
 
 def draw_prior_weights(lengths, device, dtype=torch.float32):
@@ -116,6 +107,7 @@ def draw_prior_weights(lengths, device, dtype=torch.float32):
 
 
 LENGTHS = [300, 0, 3, 64, 1]
+REQUEST_TIMES = [50_000, -5, 2**31 - 1, 2**27, 0]  # of the samples of LENGTHS
 
 
 def lay_out_queries(inputs, layout, generator):
@@ -173,13 +165,9 @@ def test_prior_weights(layout, num_targets, dtype, others, device):
     inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
     if layout == "jagged":
         inputs["query_offsets"] = inputs["query_offsets"].int()
-    functions = (jagged_target_attention, target_attention_oracle)
-    inputs["prior_weights"] = draw_prior_weights(
-        LENGTHS, device, dtype if num_targets == 9 else torch.float32
-    )
-    assert_matches_oracle(
-        *(functools.partial(function, timestamps=timestamps) for function in functions), inputs
-    )
+    of_weights = dtype if num_targets == 9 else torch.float32
+    inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, of_weights)
+    assert_right(inputs, timestamps=timestamps)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1], [0, 700, 0], [600, 3, 520]], ids=str)
@@ -194,17 +182,6 @@ def test_prior_weights_at_edges(lengths, device):
             jagged_target_attention, inputs, torch.ones_like(inputs["query"])
         )
         assert all(torch.all(value == 0) for value in results.values())
-
-
-def test_a_prior_weight_counts_its_row_as_often(device):
-    inputs = inputs_of([5, 0, 40], device)
-    del inputs["bias"]
-    counts = torch.arange(45, device=device) % 4
-    repeated = inputs | {
-        "history": inputs["history"].repeat_interleave(counts, 0),
-        "offsets": torch.nn.functional.pad(counts.cumsum(0), (1, 0))[inputs["offsets"]],
-    }
-    assert_out(jagged_target_attention(**inputs, prior_weights=counts.float()), repeated)
 
 
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
@@ -236,14 +213,18 @@ def test_prior_weights_must_be_finite(device, monkeypatch):
                 jagged_target_attention(**inputs | {"bias": bias}, prior_weights=weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize(
-    ("num_targets", "num_heads", "width", "length"),
-    [(1, 4, 24, 800), (3, 2, 128, 500), (9, 2, 64, 1100), (30, 2, 24, 1100)],
+    ("shape", "shared", "dtype"),
+    each_pair(
+        [(1, 4, 24, 800), (3, 2, 128, 500), (9, 2, 64, 1100), (30, 2, 24, 1100)],
+        [False, True],
+        [torch.float16, torch.bfloat16],
+    ),
+    ids=str,
 )
-def test_recency_over_several_chunks(num_targets, num_heads, width, length, shared, dtype, device):
+def test_recency_over_several_chunks(shape, shared, dtype, device):
     """Without a bias for each row, so that the kernels of ``warp_common.py`` take all of them."""
+    num_targets, num_heads, width, length = shape
     skip_unless_supported(Case("recency", 5, length, 2, 16, dtype=dtype), device)
     inputs = inputs_of([length, 0, 3, 64, 1], device, dtype, num_heads, num_targets, width)
     del inputs["bias"]
@@ -253,15 +234,7 @@ def test_recency_over_several_chunks(num_targets, num_heads, width, length, shar
     inputs["position_bias"] = torch.randn(30, num_heads, generator=generator).to(device, dtype)
     inputs["age_bias"] = torch.randn(70, num_heads, generator=generator).to(device, dtype)
     timestamps = torch.exp(14 * torch.rand(length + 68, generator=generator)).to(device).long()
-
-    def with_times(function):
-        return functools.partial(function, timestamps=timestamps)
-
-    assert_matches_oracle(
-        with_times(jagged_target_attention),
-        with_times(target_attention_oracle),
-        inputs,
-    )
+    assert_right(inputs, timestamps=timestamps)
 
 
 # Times of two rows of a sample, and how far apart the buckets of their ages are, modulo 20: of 140
@@ -335,53 +308,20 @@ def buckets_apart(out):
     return (8 * torch.logit(out.double().cpu())).round().long()
 
 
-@pytest.mark.parametrize("times", FAR_TIMES, ids=str)
+@pytest.mark.parametrize("times", [None, *FAR_TIMES], ids=str)
 @pytest.mark.parametrize(
     ("num_targets", "dtype"), [(1, torch.float32), (9, torch.float16), (40, torch.float32)]
 )
-def test_ages_beyond_all_numbers(num_targets, dtype, times, device):
-    """What int64 does not hold, or is NaN, is the oldest; what is newer than the last is no age."""
-    inputs, expected = inputs_of_far_times(times, device, dtype, num_targets)
+def test_buckets_of_ages(num_targets, dtype, times, device):
+    """At their edges; and what int64 does not hold, or is NaN, is the oldest, and what is newer
+    than the last is no age.
+    """
+    if times is None:
+        inputs, expected = inputs_of_ages(device, dtype, num_targets)
+    else:
+        inputs, expected = inputs_of_far_times(times, device, dtype, num_targets)
     apart = buckets_apart(jagged_target_attention(**inputs))
     assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
-
-
-@pytest.mark.parametrize(
-    ("num_targets", "dtype"), [(1, torch.float32), (9, torch.float16), (40, torch.float32)]
-)
-def test_ages_around_the_edges_of_buckets(num_targets, dtype, device):
-    inputs, expected = inputs_of_ages(device, dtype, num_targets)
-    apart = buckets_apart(jagged_target_attention(**inputs))
-    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
-
-
-REQUEST_TIMES = [50_000, -5, 2**31 - 1, 2**27, 0]  # of the samples of ``inputs_of_layout``
-
-
-@pytest.mark.parametrize(
-    ("layout", "times", "dtype"),
-    each_pair(LAYOUTS, TIMES[1:], [torch.float32, torch.float16, torch.bfloat16]),
-    ids=str,
-)
-def test_ages_from_the_request(layout, times, dtype, device):
-    """Rows may be newer than it, and the newest one much older."""
-    num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
-    inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, "tables", device)
-    ages = {
-        "timestamps": timestamps.to(times),
-        "request_time": torch.tensor(REQUEST_TIMES, device=device).to(times),
-    }
-    functions = (jagged_target_attention, target_attention_oracle)
-    assert_matches_oracle(*(functools.partial(function, **ages) for function in functions), inputs)
-
-
-def test_request_at_the_newest_row(device):
-    """It changes nothing."""
-    inputs, timestamps = inputs_of_layout("own", 1, torch.float32, "tables", device)
-    newest = timestamps[inputs["offsets"][1:] - 1]
-    expected = jagged_target_attention(**inputs, timestamps=timestamps)
-    out = jagged_target_attention(**inputs, timestamps=timestamps, request_time=newest)
-    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9], ids=["s", "ms", "us", "ns"])
@@ -399,11 +339,20 @@ def test_ages_of_any_unit(unit, device):
     assert weights.unique().numel() == 8
 
 
+@pytest.mark.parametrize("layout", ["shared", "jagged"])
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
-def test_shared_queries(name, device):
-    skip_unless_supported(CASES[name], device)
-    inputs = make_target_inputs(CASES[name], device)
-    inputs["query"] = inputs["query"][:1].contiguous()
+def test_shared_and_jagged_queries(name, layout, device):
+    case = CASES[name]
+    skip_unless_supported(case, device)
+    inputs = make_target_inputs(case, device)
+    if layout == "shared":
+        inputs["query"] = inputs["query"][:1].contiguous()
+    else:
+        generator = torch.Generator().manual_seed(1)
+        targets = jagged_lengths(case.batch_size, 40, "edges", generator)
+        query = torch.randn(int(targets.sum()), case.num_heads, case.width, generator=generator)
+        inputs["query"] = query.to(device, case.dtype)
+        inputs["query_offsets"] = offsets_of(targets, torch.int32, device)
     assert_right(inputs)
 
 
@@ -426,19 +375,6 @@ def test_gradient_of_a_shared_query_is_summed_in_fp32(num_targets, device):
     inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, device)
     results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert torch.all(results["query"] == 4)
-
-
-@pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
-def test_jagged_queries(name, device):
-    case = CASES[name]
-    skip_unless_supported(case, device)
-    inputs = make_target_inputs(case, device)
-    generator = torch.Generator().manual_seed(1)
-    targets = jagged_lengths(case.batch_size, 40, "edges", generator)
-    query = torch.randn(int(targets.sum()), case.num_heads, case.width, generator=generator)
-    inputs["query"] = query.to(device, case.dtype)
-    inputs["query_offsets"] = offsets_of(targets, torch.int32, device)
-    assert_right(inputs)
 
 
 def test_one_target_without_its_dimension(device):
@@ -480,17 +416,7 @@ def test_more_samples_than_a_grid_dimension_holds(device):
         "bias": inputs["bias"][first_row:],
         "offsets": inputs["offsets"][last] - first_row,
     }
-    assert_out(out[last], tail)
-
-
-def test_empty_history_gives_zeros_and_zero_gradients(device):
-    inputs = inputs_of([0, 4, 0], device)
-    results = outputs_and_gradients(
-        jagged_target_attention, inputs, torch.ones_like(inputs["query"])
-    )
-    for name in ("out", "query"):
-        assert torch.all(results[name][[0, 2]] == 0)
-        assert torch.all(results[name][1] != 0)
+    assert_output(out[last], target_attention_oracle, tail)
 
 
 def test_bias_of_minus_infinity_hides_rows(device):
@@ -537,7 +463,7 @@ def test_jagged_queries_do_not_see_how_many_the_others_have(device):
     inputs["query_offsets"] = offsets_of(targets, torch.int64, device)
     grad_out = torch.randn(72, 2, 16, generator=generator).to(device)
     whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    assert_out(whole["out"], inputs)
+    assert_output(whole["out"], target_attention_oracle, inputs)
     for sample in (0, 2, 3):
         rows = slice(*inputs["offsets"][sample : sample + 2].tolist())
         queries = slice(*inputs["query_offsets"][sample : sample + 2].tolist())
@@ -599,9 +525,11 @@ def test_queries_and_gradients_at_any_address(num_targets, device):
         assert torch.equal(results[name], expected), name
 
 
-@pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("num_targets", [1, 9, 40])
+@pytest.mark.parametrize(
+    ("num_targets", "dtype", "no_gradient"),
+    each_pair([1, 9, 40], [torch.float32, torch.float16], [torch.no_grad, torch.inference_mode]),
+    ids=str,
+)
 def test_inference_rounds_as_training_does(num_targets, dtype, no_gradient, device):
     inputs = inputs_of([7, 0, 700], device, dtype, num_targets=num_targets)
     expected = jagged_target_attention(**inputs)
@@ -763,10 +691,12 @@ def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
 @pytest.mark.parametrize("factor", [1, 20])
 @with_shared_queries
 @on_every_kernel
-def test_cuda_graph_replays_with_other_lengths(num_targets, dtype, shared, factor):
+def test_cuda_graph_replays_with_other_lengths_and_never_waits(num_targets, dtype, shared, factor):
     lengths = [3 * factor, 60 * factor, 7 * factor, 30 * factor]
     inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared)
     outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
+    with sync_debug_mode("error"):
+        outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
@@ -835,15 +765,6 @@ def test_more_elements_than_int32_counts():
     expected = outputs_and_gradients(jagged_target_attention, tail, grad_out[2:])
     assert torch.equal(results["out"][2:], expected["out"])
     assert torch.equal(results["history"][-50:], expected["history"])
-
-
-@with_shared_queries
-@on_every_kernel
-def test_never_waits_for_the_device(num_targets, dtype, shared):
-    inputs, grad_out = inputs_of_kernel([3, 60, 7, 30], num_targets, dtype, shared)
-    outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
-    with sync_debug_mode("error"):
-        outputs_and_gradients(jagged_target_attention, inputs, grad_out)
 
 
 @pytest.mark.gpu
