@@ -82,16 +82,16 @@ def draw(*shape, device, seed=0):
     return torch.randn(shape, generator=generator).to(device).requires_grad_()
 
 
-def of_target(lengths, device, **biases):
+def of_target(lengths, device, **options):
     leaves = {
         "query": draw(len(lengths), 2, 2, 16, device=device),
         "history": draw(sum(lengths), 16, device=device, seed=1),
     }
-    return jagged_target_attention, leaves, {"offsets": offsets_of(lengths, device)}
+    return jagged_target_attention, leaves, {"offsets": offsets_of(lengths, device), **options}
 
 
-def of_biased_target(lengths, device):
-    attend, leaves, rest = of_target(lengths, device)
+def of_biased_target(lengths, device, **options):
+    attend, leaves, rest = of_target(lengths, device, **options)
     leaves["position_bias"] = draw(9, 2, device=device, seed=2)
     leaves["age_bias"] = draw(7, 2, device=device, seed=3)
     times = torch.arange(sum(lengths), device=device) ** 2
@@ -99,8 +99,8 @@ def of_biased_target(lengths, device):
 
 
 def of_target_of_requests(lengths, device):
-    attend, leaves, rest = of_biased_target(lengths, device)
-    return attend, leaves, rest | {"request_time": torch.arange(len(lengths), device=device) * 50}
+    request_time = torch.arange(len(lengths), device=device) * 50
+    return of_biased_target(lengths, device, request_time=request_time)
 
 
 def of_shared_query(lengths, device):
@@ -131,36 +131,30 @@ def of_jagged_target_by_index(lengths, device):
     return attend_to_columns, leaves, rest
 
 
-def of_flash(lengths, device):
+def of_flash(lengths, device, **options):
     leaves = {
         name: draw(sum(lengths), 2, 16, device=device, seed=seed)
         for seed, name in enumerate(("q", "k", "v"))
     }
     rest = {"q_offsets": offsets_of(lengths, device), "causal": True}
-    return jagged_flash_attention, leaves, rest
+    return jagged_flash_attention, leaves, rest | options
 
 
 def of_cross_flash(lengths, device):
     """Of the shapes of ``of_flash``, but other samples."""
-    attend, leaves, rest = of_flash(lengths, device)
-    return attend, leaves, rest | {"kv_offsets": offsets_of([*reversed(lengths)], device)}
+    return of_flash(lengths, device, kv_offsets=offsets_of([*reversed(lengths)], device))
 
 
-def of_relative_flash(lengths, device):
-    attend, leaves, rest = of_flash(lengths, device)
+def of_relative_flash(lengths, device, **options):
+    attend, leaves, rest = of_flash(lengths, device, **options)
     leaves["relative_bias"] = draw(9, 2, device=device, seed=4)
     return attend, leaves, rest
 
 
-def of_window_flash(lengths, device):
-    attend, leaves, rest = of_relative_flash(lengths, device)
-    return attend, leaves, rest | {"window": 9}
-
-
 def of_biased_flash(lengths, device):
-    attend, leaves, rest = of_relative_flash(lengths, device)
+    attend, leaves, rest = of_relative_flash(lengths, device, causal=False)
     leaves["position_bias"] = draw(9, 2, device=device, seed=3)
-    return attend, leaves, rest | {"causal": False}
+    return attend, leaves, rest
 
 
 def of_self_attention(lengths, device, width=16, dtype=torch.float32, **options):
@@ -223,122 +217,30 @@ def of_module(
     return attend, leaves, {}
 
 
-def of_jagged_module(lengths, device):
-    return of_module(lengths, device, jagged=True)
+def weighted(kind):
+    """With prior weights, some of which are zero."""
+
+    def of_weighted(lengths, device):
+        attend, leaves, rest = kind(lengths, device)
+        weights = draw(sum(lengths), device=device, seed=9).detach().clamp_(min=0)
+        return attend, leaves | {"prior_weights": weights.requires_grad_()}, rest
+
+    return of_weighted
 
 
-def of_module_by_index(lengths, device):
-    return of_module(lengths, device, by_index=True)
+def seeded(kind):
+    """Which drops the same in each call."""
 
+    def of_seeded(lengths, device):
+        attend, leaves, rest = kind(lengths, device)
 
-def of_jagged_module_of_rows_by_index(lengths, device):
-    return of_module_of_rows(lengths, device, jagged=True, by_index=True)
+        def attend_with_seed(**tensors):
+            torch.manual_seed(5)
+            return attend(**tensors)
 
+        return attend_with_seed, leaves, rest
 
-def of_materialized_module_by_index(lengths, device):
-    """Whose copy of the rows is made before the op is called."""
-    return of_module(lengths, device, keys_and_values="materialized", by_index=True)
-
-
-def of_materialized_module(lengths, device):
-    return of_module(lengths, device, keys_and_values="materialized")
-
-
-def of_materialized_jagged_module(lengths, device):
-    """Which has a weight for each projection."""
-    return of_module(lengths, device, jagged=True, history_dim=8, keys_and_values="materialized")
-
-
-def of_module_of_rows(lengths, device, jagged=False, **options):
-    return of_module(lengths, device, jagged, value_projection=False, **options)
-
-
-def of_jagged_module_of_rows(lengths, device):
-    return of_module_of_rows(lengths, device, jagged=True)
-
-
-def of_materialized_module_of_rows(lengths, device):
-    return of_module_of_rows(lengths, device, keys_and_values="materialized")
-
-
-def of_materialized_jagged_module_of_rows(lengths, device):
-    return of_module_of_rows(
-        lengths, device, jagged=True, bias=False, keys_and_values="materialized"
-    )
-
-
-def with_prior_weights(kind, lengths, device):
-    """Some of which are zero."""
-    attend, leaves, rest = kind(lengths, device)
-    weights = draw(sum(lengths), device=device, seed=9).detach().clamp_(min=0).requires_grad_()
-    return attend, leaves | {"prior_weights": weights}, rest
-
-
-def of_weighted_target(lengths, device):
-    return with_prior_weights(of_target, lengths, device)
-
-
-def of_weighted_flash(lengths, device):
-    return with_prior_weights(of_flash, lengths, device)
-
-
-def of_weighted_module(lengths, device):
-    return with_prior_weights(of_module, lengths, device)
-
-
-def of_weighted_materialized_module(lengths, device):
-    return with_prior_weights(of_materialized_module, lengths, device)
-
-
-def with_row_dropout(kind, lengths, device):
-    """The same rows in each call."""
-    attend, leaves, rest = kind(lengths, device)
-
-    def seeded(**tensors):
-        torch.manual_seed(5)
-        return attend(**tensors)
-
-    return seeded, leaves, rest
-
-
-def of_dropped_target(lengths, device):
-    attend, leaves, rest = with_row_dropout(of_target, lengths, device)
-    return attend, leaves, rest | {"row_dropout": 0.4}
-
-
-def of_dropped_flash(lengths, device):
-    attend, leaves, rest = with_row_dropout(of_flash, lengths, device)
-    return attend, leaves, rest | {"row_dropout": 0.4}
-
-
-def of_dropped_weights_target(lengths, device):
-    attend, leaves, rest = of_dropped_target(lengths, device)
-    return attend, leaves, rest | {"dropout": 0.4}
-
-
-def of_dropped_weights_flash(lengths, device):
-    attend, leaves, rest = with_row_dropout(of_flash, lengths, device)
-    return attend, leaves, rest | {"dropout": 0.4}
-
-
-def of_dropped_module(lengths, device):
-    kind = functools.partial(of_module, row_dropout=0.4)
-    return with_row_dropout(kind, lengths, device)
-
-
-def of_dropped_weights_module(lengths, device):
-    kind = functools.partial(of_module, dropout=0.4)
-    return with_row_dropout(kind, lengths, device)
-
-
-def of_dropped_weights_materialized_module(lengths, device):
-    kind = functools.partial(of_module, dropout=0.4, keys_and_values="materialized")
-    return with_row_dropout(kind, lengths, device)
-
-
-def of_silu_target(lengths, device):
-    attend, leaves, rest = of_biased_target(lengths, device)
-    return attend, leaves, rest | {"score": "silu"}
+    return of_seeded
 
 
 def of_placed_target(lengths, device):
@@ -366,10 +268,6 @@ def with_lse(lengths, device):
         return torch.cat([out, lse.unsqueeze(-1)], -1)
 
     return attend, leaves, rest
-
-
-def of_sigmoid_module(lengths, device):
-    return of_module(lengths, device, score="sigmoid")
 
 
 def of_dense(lengths, device):
@@ -436,27 +334,51 @@ def of_taken_rows(lengths, device):
     return take_rows, {"x": draw(num_rows, 8, device=device)}, {"selected": selected}
 
 
-FLASH = (
-    of_flash, of_cross_flash, of_biased_flash, of_window_flash, of_self_attention,
-    of_weighted_flash, of_dropped_flash, of_dropped_weights_flash,
-)  # fmt: skip
-INTERACTIONS = (of_dense, of_transposed, of_pairs, of_rows)
+materialized = functools.partial(of_module, keys_and_values="materialized")
+of_module_of_rows = functools.partial(of_module, value_projection=False)
+INTERACTIONS = {"dense": of_dense, "transposed": of_transposed, "pairs": of_pairs, "rows": of_rows}
 KINDS = {
-    kind.__name__.removeprefix("of_"): kind
-    for kind in (
-        of_target, of_biased_target, of_target_of_requests, of_shared_query, of_target_by_index,
-        of_jagged_target_by_index,
-        of_module, of_jagged_module, of_materialized_module, of_materialized_jagged_module,
-        of_weighted_target, of_weighted_module, of_weighted_materialized_module,
-        of_dropped_target, of_dropped_module, of_dropped_weights_target,
-        of_dropped_weights_module, of_dropped_weights_materialized_module,
-        of_silu_target, of_placed_target, with_lse, of_sigmoid_module,
-        of_module_of_rows, of_jagged_module_of_rows, of_materialized_module_of_rows,
-        of_materialized_jagged_module_of_rows, of_module_by_index,
-        of_jagged_module_of_rows_by_index, of_materialized_module_by_index, of_taken_rows,
-        *FLASH, *INTERACTIONS,
-    )
-}  # fmt: skip
+    "target": of_target,
+    "target of requests": of_target_of_requests,
+    "target of a shared query": of_shared_query,
+    "target by index": of_target_by_index,
+    "target by index, jagged": of_jagged_target_by_index,
+    "target, weighted": weighted(of_target),
+    "target, dropped": seeded(functools.partial(of_target, row_dropout=0.4, dropout=0.4)),
+    "target, SiLU": functools.partial(of_biased_target, score="silu"),
+    "target of some rows": of_placed_target,
+    "target and log-sum-exps": with_lse,
+    "module": of_module,
+    "module, jagged": functools.partial(of_module, jagged=True),
+    "module by index": functools.partial(of_module, by_index=True),
+    "module, weighted": weighted(of_module),
+    "module, dropped": seeded(functools.partial(of_module, row_dropout=0.4)),
+    "module, sigmoid": functools.partial(of_module, score="sigmoid"),
+    "module, materialized": materialized,
+    # Which has a weight for each projection.
+    "module, materialized, jagged": functools.partial(materialized, jagged=True, history_dim=8),
+    # Whose copy of the rows is made before the op is called.
+    "module, materialized, by index": functools.partial(materialized, by_index=True),
+    "module, materialized, weighted": weighted(materialized),
+    "module, materialized, dropped": seeded(functools.partial(materialized, dropout=0.4)),
+    "rows": of_module_of_rows,
+    "rows, jagged, by index": functools.partial(of_module_of_rows, jagged=True, by_index=True),
+    "rows, materialized": functools.partial(materialized, value_projection=False),
+    "rows, materialized, jagged": functools.partial(
+        materialized, value_projection=False, jagged=True, bias=False
+    ),
+    "flash": of_flash,
+    "flash, cross": of_cross_flash,
+    "flash, biased": of_biased_flash,
+    "flash of a window": functools.partial(of_relative_flash, window=9),
+    "flash, weighted": weighted(of_flash),
+    "flash, dropped": seeded(functools.partial(of_flash, row_dropout=0.4)),
+    "flash, dropped weights": seeded(functools.partial(of_flash, dropout=0.4)),
+    "flash of a module": of_self_attention,
+    "taken rows": of_taken_rows,
+    **{f"op: {name}": kind for name, kind in INTERACTIONS.items()},
+}
+NUM_OPS = {"op: dense": 3, "op: pairs": 4, "op: rows": 2, "taken rows": 2}
 
 
 def results_of(attend, leaves, rest, needs=None):
@@ -479,14 +401,20 @@ def must_replay(monkeypatch):
         yield
 
 
+@contextlib.contextmanager
+def by_the_op(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "ENABLED", False)
+        yield
+
+
 def assert_replayed(kind, lengths, device, monkeypatch, expected=None, **options):
     """Results are ``expected``, or else what the op gives; returns these."""
     call = kind(lengths, device)
     with must_replay(monkeypatch):
         found = results_of(*call, **options)
     if expected is None:
-        with monkeypatch.context() as patch:
-            patch.setattr(calls, "ENABLED", False)
+        with by_the_op(monkeypatch):
             expected = results_of(*call, **options)
     for x, y in zip(found, expected, strict=True):
         assert (x is None) == (y is None)
@@ -497,28 +425,35 @@ def assert_replayed(kind, lengths, device, monkeypatch, expected=None, **options
     return expected
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_same_bits(kind, device, monkeypatch, programs):
+@pytest.mark.parametrize("name", KINDS)
+def test_same_bits(name, device, monkeypatch, programs):
     """With one program for many lengths, of which some are cut."""
+    kind = KINDS[name]
     first, *others = LENGTHS
     if device.type == "cuda":
         others.append([150, 1, 150])
     else:
-        others[0] = [1, 9, 2, 66 if kind in FLASH else 130]
+        others[0] = [1, 9, 2, 66 if "flash" in name else 130]
     expected = assert_replayed(kind, first, device, monkeypatch)
     for lengths in others:
         assert_replayed(kind, lengths, device, monkeypatch)
     assert_replayed(kind, first, device, monkeypatch, expected)
-    num_ops = {of_dense: 3, of_pairs: 4, of_rows: 2, of_taken_rows: 2}.get(kind, 1)
     forward_and_backward = 2
-    assert len(programs) <= 4 * num_ops * forward_and_backward
+    assert len(programs) <= 4 * NUM_OPS.get(name, 1) * forward_and_backward
     assert None not in programs
 
 
 @pytest.mark.parametrize(
-    ("causal", "window"), [(False, None), (True, None), (True, 70)], ids=["full", "causal", "70"]
+    ("kind", "causal", "window"),
+    [
+        (of_flash, False, None),
+        (of_flash, True, 70),
+        (of_cross_flash, True, None),
+        (of_relative_flash, False, None),
+        (of_relative_flash, True, 70),
+    ],
+    ids=["full", "window", "cross", "relative", "relative-window"],
 )
-@pytest.mark.parametrize("kind", [of_flash, of_cross_flash, of_relative_flash])
 def test_kernels_for_hopper(kind, causal, window, hopper, monkeypatch, programs):
     device, launched = hopper
     calls_of = functools.partial(of_half_flash, kind=kind, causal=causal, window=window)
@@ -598,8 +533,7 @@ def test_selected_rows(options, device, monkeypatch, programs):
         offsets = offsets_of(lengths, device)
         with must_replay(monkeypatch):
             found = select_rows(offsets, **given)
-        with monkeypatch.context() as patch:
-            patch.setattr(calls, "ENABLED", False)
+        with by_the_op(monkeypatch):
             expected = select_rows(offsets, **given)
         for x, y in zip(found, expected, strict=True):
             assert x.dtype == y.dtype
@@ -637,7 +571,7 @@ def test_a_copy_that_keeps_its_strides(device, monkeypatch, programs):
 
 
 def test_bits_of_targets_that_are_not_contiguous(device, monkeypatch):
-    attend, leaves, rest = of_materialized_module(LENGTHS[0], device)
+    attend, leaves, rest = materialized(LENGTHS[0], device)
     leaves["target"] = leaves["target"].detach().T.contiguous().T
     assert_replayed(lambda *_: (attend, leaves, rest), LENGTHS[0], device, monkeypatch)
 
@@ -691,8 +625,7 @@ def test_what_two_inputs_share(device, monkeypatch):
         call = attend, leaves, rest | {"kv_offsets": kv_offsets}
         with must_replay(monkeypatch):
             found = results_of(*call)
-        with monkeypatch.context() as patch:
-            patch.setattr(calls, "ENABLED", False)
+        with by_the_op(monkeypatch):
             assert all(map(torch.equal, found, results_of(*call)))
 
 
@@ -703,8 +636,7 @@ def test_rows_that_are_not_aligned(device, monkeypatch):
         moved = flat[shift : shift + leaves["history"].numel()].view_as(leaves["history"])
         moved.copy_(leaves["history"].detach())
         out = attend(leaves["query"], moved, **rest)
-        with monkeypatch.context() as patch:
-            patch.setattr(calls, "ENABLED", False)
+        with by_the_op(monkeypatch):
             assert torch.equal(out, attend(leaves["query"], moved, **rest))
 
 
@@ -779,8 +711,7 @@ def test_numbers_that_are_equal_but_not_the_same(scales, device, monkeypatch):
         call = attend, leaves, rest | {"scale": scale}
         with must_replay(monkeypatch):
             found = results_of(*call)
-        with monkeypatch.context() as patch:
-            patch.setattr(calls, "ENABLED", False)
+        with by_the_op(monkeypatch):
             expected = results_of(*call)
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x.view(torch.int32), y.view(torch.int32))  # zeros have signs
@@ -865,7 +796,7 @@ def test_gradient_of_one_output_alone(of_out, device, monkeypatch):
     assert_replayed(kind, LENGTHS[0], device, monkeypatch)
 
 
-@pytest.mark.parametrize("kind", [of_target, with_lse, of_transposed, of_rows])
+@pytest.mark.parametrize("kind", [of_target, of_rows])
 def test_second_derivatives_are_refused(kind, device):
     attend, leaves, rest = kind(LENGTHS[0], device)
     out = attend(**leaves, **rest).sum()
@@ -873,7 +804,7 @@ def test_second_derivatives_are_refused(kind, device):
         torch.autograd.grad(out, [*leaves.values()], create_graph=True)
 
 
-@pytest.mark.parametrize("kind", INTERACTIONS)
+@pytest.mark.parametrize("kind", INTERACTIONS.values(), ids=INTERACTIONS)
 @pytest.mark.parametrize("needs", [["x"], ["y"]])
 def test_not_all_of_an_interaction_need_a_gradient(kind, needs, device, monkeypatch, programs):
     for lengths in LENGTHS[:3]:
