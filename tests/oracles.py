@@ -42,12 +42,14 @@ def target_attention_oracle(
     scale: float | None = None,
     score: str = "softmax",
     weight_factors: Tensor | None = None,
+    return_lse: bool = False,
     **biases: Tensor | None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """``jagged_target_attention``: flash attention with a query for each target, whose heads share
     the rows of the history; give it fp64 tensors.
 
     ``weight_factors``, ``[B · T, H, N]`` or ``[ΣT, H, N]``, are what weights are multiplied with.
+    ``return_lse`` asks for the logarithms of the softmax's sums, too.
     """
     shape, added = query.shape, ScoreBiases(**biases)
     if query_offsets is None:
@@ -62,11 +64,11 @@ def target_attention_oracle(
         )
         return out.view(shape)
     rows = history.unsqueeze(1)
-    out = flash_attention_oracle(
-        query, rows, rows, query_offsets, offsets,
-        scale=scale, weight_factors=weight_factors, **added._asdict(),
+    found = flash_attention_oracle(
+        query, rows, rows, query_offsets, offsets, scale=scale, weight_factors=weight_factors,
+        return_lse=return_lse, **added._asdict(),
     )  # fmt: skip
-    return out.view(shape)
+    return (found[0].view(shape), found[1].view(shape[:-1])) if return_lse else found.view(shape)
 
 
 def _own_scores_oracle(
@@ -148,8 +150,9 @@ def flash_attention_oracle(
     scale: float | None = None,
     relative_bias: Tensor | None = None,
     weight_factors: Tensor | None = None,
+    return_lse: bool = False,
     **biases: Tensor | None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors.
 
     ``weight_factors``, ``[ΣLq, H, ΣLk]``, are what weights are multiplied with: those of a softmax.
@@ -164,13 +167,14 @@ def flash_attention_oracle(
     if weight_factors is not None:
         by_sample = enumerate(weight_factors.split(q_lengths))
         factors = [x.split(kv_lengths, 2)[b] for b, x in by_sample]
-    outs = [q.new_zeros(0, q.shape[1], v.shape[2])]
+    outs, lses = [q.new_zeros(0, q.shape[1], v.shape[2])], [q.new_zeros(0, q.shape[1])]
     for q_LHD, k_LHD, v_LHD, bias_LH, factors_LHS in zip(
         q.split(q_lengths), k.split(kv_lengths), v.split(kv_lengths), added, factors, strict=True
     ):
         num_rows, num_keys = q_LHD.shape[0], k_LHD.shape[0]
         if num_rows == 0 or num_keys == 0:
             outs.append(q_LHD.new_zeros(num_rows, q_LHD.shape[1], v.shape[2]))
+            lses.append(torch.full_like(q_LHD[..., 0], -torch.inf))
             continue
         # Heads of the same keys are rows more: [Hkv, group · Lq, D], so that no key is copied.
         q_HRD, k_HLD, v_HLD = (
@@ -203,7 +207,21 @@ def flash_attention_oracle(
             out = out.masked_fill(unseeing, 0)
         out = out.view(q.shape[1], num_rows, -1)
         outs.append(out.transpose(0, 1))
-    return torch.cat(outs)
+        if return_lse:
+            factor = q.shape[2] ** -0.5 if scale is None else scale
+            scores = q_HRD @ k_HLD.mT * factor
+            lse = _log_sum_exp(scores if mask is None else scores + mask)
+            if unseeing is not None:
+                lse = lse.masked_fill(unseeing.squeeze(2), -torch.inf)
+            lses.append(lse.view(q.shape[1], num_rows).T)
+    return (torch.cat(outs), torch.cat(lses)) if return_lse else torch.cat(outs)
+
+
+def _log_sum_exp(scores: Tensor) -> Tensor:
+    """Of the last dimension."""
+    largest = [[max(row) for row in rows] for rows in scores.detach().tolist()]  # exact
+    shift = torch.tensor(largest, dtype=scores.dtype, device=scores.device)
+    return (scores - shift.unsqueeze(-1)).exp().sum(-1).log() + shift
 
 
 def _scores_by_distance(table: Tensor, num_rows: int, num_keys: int) -> Tensor:

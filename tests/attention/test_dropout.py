@@ -180,10 +180,7 @@ def test_with_row_dropout(device):
     weights = draw_dropout(drops_of(P, "dropout"), device).cpu()
     factors = weight_factors(weights, torch.arange(93 * 4), torch.arange(93))
     prior_weights = (~dropped_rows(rows, 93)).double()
-    options = {
-        "prior_weights": prior_weights,
-        "weight_factors": factors.view(93, 4, 93).to(device),
-    }
+    options = {"prior_weights": prior_weights, "weight_factors": factors.view(93, 4, 93).to(device)}
     assert_matches_oracle(
         seeded(jagged_flash_attention, row_dropout=0.3, dropout=P),
         functools.partial(flash_attention_oracle, **options),

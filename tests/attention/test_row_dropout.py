@@ -191,9 +191,7 @@ def test_of_a_collection():
     layers = [x for x in collection.modules() if isinstance(x, HistoryEncoderLayer)]
     assert [x.dropout.p for x in layers] == [0.0]
     features = KeyedJaggedTensor(
-        keys=["item", "history"],
-        values=torch.arange(82),
-        lengths=torch.tensor([1, 1, 40, 40]),
+        keys=["item", "history"], values=torch.arange(82), lengths=torch.tensor([1, 1, 40, 40])
     )
     one, other = (collection(features).values() for _ in range(2))
     assert torch.equal(one[:, :8], other[:, :8])

@@ -416,20 +416,14 @@ def test_opcheck(device):
         (ops.jagged_softmax, (draw(5, 4), x_offsets, None)),
         (ops.jagged_softmax, (x.T.contiguous().T, x_offsets, None)),
         (ops.jagged_softmax, (draw(8), pair_offsets, y_offsets)),
-        (
-            ops.jagged_softmax_backward,
-            (x, [True, False, False], None, x_offsets, None, x),
-        ),
+        (ops.jagged_softmax_backward, (x, [True, False, False], None, x_offsets, None, x)),
         (ops.jagged_jagged_bmm_jagged_out, (draw(5, 4), draw(7, 4), *offsets, 8)),
         (ops.array_jagged_bmm_jagged_out, (draw(8), draw(7, 4), *offsets, 5, False)),
         (ops.array_jagged_bmm_jagged_out, (draw(8), draw(5, 4), *offsets, 7, True)),
         (ops.jagged_dense_add, (draw(5, 4), draw(3, 4), x_offsets)),
         (ops.jagged_dense_mul, (draw(5, 4), draw(3, 4), x_offsets)),
         (ops.jagged_dense_mul, (x.T.contiguous().T, draw(4, 3).T.detach(), x_offsets)),
-        (
-            ops.jagged_dense_add_backward,
-            (x, [False, True, False], None, None, x_offsets, None),
-        ),
+        (ops.jagged_dense_add_backward, (x, [False, True, False], None, None, x_offsets, None)),
     ):
         opcheck(op.default, arguments)
 

@@ -183,13 +183,7 @@ def of_half_flash(lengths, device, kind=of_flash, **rest):
 
 
 def of_module(
-    lengths,
-    device,
-    jagged=False,
-    history_dim=16,
-    value_projection=True,
-    by_index=False,
-    **options,
+    lengths, device, jagged=False, history_dim=16, value_projection=True, by_index=False, **options
 ):
     module = make_module(
         16, 2, history_dim=history_dim, value_projection=value_projection, device="meta", **options

@@ -347,11 +347,7 @@ OFFSETS = torch.tensor([0, 2, 5])
             ValueError,
             r"keep must have shape \[B, S\]",
         ),
-        (
-            {"num_rows": 5, "capacity": -3},
-            ValueError,
-            "capacity must be at least 0, or None, got",
-        ),
+        ({"num_rows": 5, "capacity": -3}, ValueError, "capacity must be at least 0, or None, got"),
         (
             {"num_rows": 5, "keep": 2, "capacity": 3},
             ValueError,

@@ -1,14 +1,13 @@
 """Outputs and log-sum-exps of target attention; attention merged over shards of rows."""
 
 import functools
-import itertools
 
 import pytest
 import torch
 
 from tests.cases import Case, offsets_of
 from tests.fixtures import skip_unless_supported
-from tests.oracles import ScoreBiases, recency_bias_oracle
+from tests.oracles import target_attention_oracle
 from tests.target_attention.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
@@ -17,7 +16,6 @@ from torchrec_jagged_attn.target_attention.api import call_target_attention
 from torchrec_jagged_attn.target_attention.api import target_attention_with_lse as attend_with_lse
 
 CPU = torch.device("cpu")
-SCALE = 0.25
 LENGTHS = [700, 0, 3, 64, 1, 5]  # no row of the 64 counts, where there are prior weights
 FEWER = [40, 0, 3, 20, 1]
 
@@ -29,7 +27,7 @@ def joined(out, lse):
 
 def attend(**inputs):
     """The gradient of a log-sum-exp that is ``-inf`` is NaN, which counts nothing."""
-    out, lse = attend_with_lse(arguments_of(inputs, scale=SCALE))
+    out, lse = attend_with_lse(arguments_of(inputs))
     if lse.requires_grad:
         lse.register_hook(lambda grad: grad.masked_fill(lse == -torch.inf, torch.nan))
     return joined(out, lse)
@@ -55,7 +53,6 @@ def attend_by_owner(owners, **inputs):
             offsets=offsets_of(lengths, torch.int64, owners.device),
             row_numbers=own.to(inputs["offsets"].dtype),
             row_number_ends=inputs["offsets"][1:],
-            scale=SCALE,
         )
         out, lse = attend_with_lse(args)
         outs.append(out)
@@ -67,54 +64,27 @@ def attend_by_owner(owners, **inputs):
     return joined((torch.stack(outs) * weights.unsqueeze(-1)).sum(0), lse)
 
 
-def oracle(
-    query, history, offsets, query_offsets=None, indices=None, bias=None, position_bias=None,
-    age_bias=None, timestamps=None, request_time=None, row_dropout=None, dropout=None,
-    *, factors,
-):  # fmt: skip
-    """Sample by sample, over the rows that count."""
-    shape, num_rows = query.shape, int(offsets[-1])
-    if query_offsets is None:
-        shape = (offsets.numel() - 1, *shape[1:])
-        query = query.expand(shape).flatten(0, 1)
-        query_offsets = torch.arange(shape[0] + 1) * shape[1]
-    if indices is not None:
-        history = history[indices]
-    prior = bias if bias is not None and bias.dim() == 1 else None
-    seen = torch.ones(num_rows, dtype=torch.bool, device=history.device)
-    if prior is not None:
-        bias, seen = None, prior > 0
-    if row_dropout is not None:
-        seen = seen & ~dropped_rows(row_dropout, num_rows)
-    added = recency_bias_oracle(
-        offsets, ScoreBiases(bias, position_bias, age_bias, timestamps, request_time)
-    )
-    if prior is not None:
-        logs = prior.masked_fill(~seen, 1).log().unsqueeze(1)
-        added = logs if added is None else added + logs
-    outs = []
-    for (q_begin, q_end), (begin, end) in zip(
-        itertools.pairwise(query_offsets.tolist()),
-        itertools.pairwise(offsets.tolist()),
-        strict=True,
-    ):
-        rows = begin + seen[begin:end].nonzero().flatten()
-        q_THD, x_ND = query[q_begin:q_end], history[rows]
-        if not q_THD.numel() or not rows.numel():
-            out = torch.zeros_like(q_THD)
-            outs.append(joined(out, torch.full_like(out[..., 0], -torch.inf)))
-            continue
-        scores_THN = (q_THD.flatten(0, 1) @ x_ND.T).view(*q_THD.shape[:2], -1) * SCALE
-        if added is not None:
-            scores_THN = scores_THN + added[rows].T
-        largest = [[[max(row)] for row in heads] for heads in scores_THN.detach().tolist()]
-        largest = torch.tensor(largest, dtype=torch.float64, device=history.device)
-        lse_TH = (scores_THN - largest).exp().sum(2).log() + largest[..., 0]
-        p_THN = torch.softmax(scores_THN, 2)
-        if factors is not None:
-            p_THN = p_THN * factors[q_begin:q_end, :, rows]
-        outs.append(joined((p_THN.flatten(0, 1) @ x_ND).view(q_THD.shape), lse_TH))
-    return torch.cat(outs).view(*shape[:-1], -1)
+def oracle_of(inputs):
+    """Rows that are dropped have a prior weight of zero."""
+    num_samples, num_rows = inputs["offsets"].numel() - 1, int(inputs["offsets"][-1])
+    factors, query = None, inputs["query"]
+    if "dropout" in inputs:
+        num_targets = query.shape[0] if query.dim() == 3 else num_samples * query.shape[1]
+        shape = num_targets, query.shape[-2], num_rows
+        r, n = (torch.arange(x, device=query.device) for x in (shape[0] * shape[1], num_rows))
+        factors = weight_factors(inputs["dropout"], r, n).view(shape)
+
+    def oracle(history, indices=None, bias=None, row_dropout=None, dropout=None, **others):
+        if bias is not None and bias.dim() == 1:
+            others["prior_weights"], bias = bias, None
+        if row_dropout is not None:
+            weights = others.get("prior_weights", history.new_ones(num_rows))
+            others["prior_weights"] = weights.masked_fill(dropped_rows(row_dropout, num_rows), 0)
+        others |= {"bias": bias, "weight_factors": factors, "return_lse": True}
+        rows = history if indices is None else history[indices]
+        return joined(*target_attention_oracle(history=rows, **others))
+
+    return oracle
 
 
 def make_inputs(
@@ -149,17 +119,6 @@ def make_inputs(
         inputs["row_dropout"] = torch.tensor([5, 2**30], device=device)
         inputs["dropout"] = torch.tensor([7, 2**30], device=device)
     return inputs
-
-
-def oracle_of(inputs):
-    """``oracle``, with what ``dropout`` makes of weights."""
-    factors, query, num_samples = None, inputs["query"], inputs["offsets"].numel() - 1
-    if "dropout" in inputs:
-        num_targets = query.shape[0] if query.dim() == 3 else num_samples * query.shape[1]
-        num_heads, num_rows = query.shape[-2], int(inputs["offsets"][-1])
-        r, n = (torch.arange(x, device=query.device) for x in (num_targets * num_heads, num_rows))
-        factors = weight_factors(inputs["dropout"], r, n).view(num_targets, num_heads, num_rows)
-    return functools.partial(oracle, factors=factors)
 
 
 def assert_right(inputs):
@@ -229,7 +188,7 @@ def test_far_scores(num_targets, device):
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_without_a_gradient(num_targets, device):
     inputs = make_inputs(device, torch.float16, num_targets, 2, "prior tables", FEWER)
-    args = arguments_of(inputs, scale=SCALE)
+    args = arguments_of(inputs)
     out, lse = attend_with_lse(args)
     for x, expected in zip(
         attend_with_lse(args._replace(for_backward=False)), (out, lse), strict=True
@@ -244,7 +203,7 @@ def test_gradient_of_one_alone(num_targets, device):
     inputs = make_inputs(device, torch.float32, num_targets, 2, "prior", FEWER)
     inputs = {name: x.requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
     leaves = [inputs[name] for name in ("query", "history", "bias")]
-    out, lse = attend_with_lse(arguments_of(inputs, scale=SCALE))
+    out, lse = attend_with_lse(arguments_of(inputs))
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     grad_lse = grad_lse.masked_fill(lse == -torch.inf, torch.nan)
     assert grad_lse.isnan().any()

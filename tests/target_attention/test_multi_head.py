@@ -220,10 +220,7 @@ def test_flops(keys_and_values, value_projection, jagged, device):
     of 8.
     """
     arguments = op_arguments(
-        device,
-        jagged=jagged,
-        value_projection=value_projection,
-        keys_and_values=keys_and_values,
+        device, jagged=jagged, value_projection=value_projection, keys_and_values=keys_and_values
     )
     with FlopCounterMode(display=False) as of_forward:
         out = OP(*arguments.values())[0]

@@ -208,8 +208,7 @@ def test_prior_weights_must_be_finite(device, monkeypatch):
         weights[3] = value
         for bias in (None, inputs["bias"]):
             with pytest.raises(
-                ValueError,
-                match=f"prior_weights must be finite, got {value} at position 3",
+                ValueError, match=f"prior_weights must be finite, got {value} at position 3"
             ):
                 jagged_target_attention(**inputs | {"bias": bias}, prior_weights=weights)
 

@@ -364,10 +364,7 @@ def test_takes_no_memory_for_a_copy(num_rows):
             return torch.cuda.max_memory_allocated() - before
 
     rows_of_a_copy = max(2 * num_indices, num_indices + num_rows)
-    for needs_gradients, saved in (
-        (False, num_indices),
-        (True, 0.8 * (rows_of_a_copy - num_rows)),
-    ):
+    for needs_gradients, saved in ((False, num_indices), (True, 0.8 * (rows_of_a_copy - num_rows))):
         for _ in range(2):  # the first time compiles
             ours = peak(jagged_target_attention, needs_gradients)
             of_a_copy = peak(of_copies(jagged_target_attention), needs_gradients)
