@@ -486,11 +486,18 @@ def test_strided_inputs_and_gradients(device):
         assert_matches_oracle(*map(summed, functions), changed)
 
 
-@pytest.mark.parametrize(("window", "more_keys"), [(None, 0), (None, 9), (5, 0), (1, 9)], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "biased"), [(torch.float32, False), (torch.float32, True), (torch.float16, False)],
-    ids=["plain", "biased", "half"],
-)  # fmt: skip
+    ("dtype", "biased", "window", "more_keys"),
+    [
+        *(
+            (torch.float32, biased, *mask)
+            for biased in (False, True)
+            for mask in ((None, 0), (5, 9))
+        ),
+        *((torch.float16, False, *mask) for mask in ((None, 0), (None, 9), (5, 0), (1, 9))),
+    ],
+    ids=str,
+)
 def test_masked_scores_may_be_large(dtype, biased, window, more_keys, device):
     """So large that the exponential of their difference to the visible ones overflows."""
     inputs = inputs_of([40, 5, 70], [40 + more_keys, 5, 70], device, dtype, bias=biased, width=64)

@@ -289,7 +289,7 @@ def inputs_of_ages(device, dtype=torch.float32, num_targets=1, width=16):
     """
     edges = [math.isqrt(math.isqrt(2**bucket - 1)) for bucket in range(1, 128)]
     edges += [2**octave - below for octave in range(64) for below in (1, 2**octave // 2**25)]
-    ages = {age + step for age in edges for step in (-2, -1, 0, 1, 2)}
+    ages = {age + step for age in edges for step in (-1, 0, 1)}
     ages = sorted(age for age in ages if 0 <= age < 2**63)
     inputs = {
         "query": torch.zeros(len(ages), num_targets, 1, width),

@@ -35,7 +35,7 @@ def test_kernels_for_hopper(causal, width, hopper):
 
 @pytest.mark.parametrize(
     ("window", "width", "more_keys"),
-    each_pair([1, 63, 65, 128, 200, 2**40], [48, 64, 128], [0, 90, -30]),
+    each_pair([1, 65, 128, 2**40], [48, 64, 128], [0, 90, -30]),
     ids=str,
 )
 def test_windows_on_hopper(window, width, more_keys, hopper):

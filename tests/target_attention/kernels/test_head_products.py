@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.cases import Case, offsets_of
+from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
@@ -167,11 +168,18 @@ def test_products_list_splits(num_rows, kernel_device):
         assert torch.equal(x, alone[name]), name
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 15, 16, 17, 70])
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 1), (1, 20), (3, 5), (4, 32), (2, 128)])
-@DTYPES
-def test_own_columns(num_rows, heads, head_dim, dtype, device):
+@pytest.mark.parametrize(
+    ("num_rows", "shape", "dtype"),
+    each_pair(
+        [0, 1, 15, 16, 17, 70],
+        [(1, 1), (1, 20), (3, 5), (4, 32), (2, 128)],
+        [torch.float32, torch.float16, torch.bfloat16],
+    ),
+    ids=str,
+)
+def test_own_columns(num_rows, shape, dtype, device):
     """Exact copies, whatever the other columns contain."""
+    heads, head_dim = shape
     skip_unless_supported(Case("columns", 1, 1, heads, 32, dtype=dtype), device)
     products = products_on(device, dtype)
     width = heads * head_dim

@@ -91,8 +91,15 @@ def assert_right(inputs, **options):
         assert_close(found, grad, errors)
 
 
-@pytest.mark.parametrize("num_rows", NUM_ROWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"),
+    [
+        *((torch.float32, num_rows) for num_rows in NUM_ROWS),
+        *((torch.float16, num_rows) for num_rows in (33, ROWS, 2 * ROWS + 1)),
+        *((torch.bfloat16, num_rows) for num_rows in (33, ROWS, 2 * ROWS + 1)),
+    ],
+    ids=str,
+)
 def test_any_number_of_rows(num_rows, dtype, device):
     skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
     assert_right(inputs_of(num_rows, device, dtype))
