@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -166,6 +166,24 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_graph_replays(run: Callable[[], dict], change: Callable[[], object]) -> None:
+    """``run`` never waits for the GPU; its CUDA graph gives the same after ``change``."""
+    run()  # compiles
+    with sync_debug_mode("error"):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    change()
+    expected = run()
+    for _ in range(2):
+        for value in results.values():
+            value.fill_(torch.nan)
+        graph.replay()
+        for name, value in expected.items():
+            assert torch.equal(results[name], value), name
 
 
 def summed(function):

@@ -11,11 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.cases import Case, make_flash_inputs, offsets_of
 from tests.combinations import each_pair
-from tests.oracles import flash_attention_oracle, target_attention_oracle
-from tests.rounding import RoundingErrors
+from tests.oracles import target_attention_oracle
 from tests.runs import assert_same_run
-from tests.target_attention.test_target_attention import age_bucket
-from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
+from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
 from torchrec_jagged_attn.flash_attention import extension
 
@@ -214,66 +212,6 @@ def test_forward_takes_less_memory_than_the_rows():
     assert peak - inputs["query"].nbytes < inputs["history"].nbytes / 2
 
 
-@pytest.fixture
-def without_compiled(monkeypatch):
-    monkeypatch.setattr(extension, "library", lambda: None)
-
-
-@pytest.mark.usefixtures("without_compiled")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("targets", [2, [1, 2, 3, 0, 1, 2, 2, 9, 1, 2, 1, 0, 9]], ids=str)
-def test_target_attention_in_python(targets, dtype):
-    inputs = inputs_of(LENGTHS, targets=targets, dtype=dtype)
-    assert_matches_oracle(jagged_target_attention, target_attention_oracle, inputs)
-
-
-@pytest.mark.usefixtures("without_compiled")
-@pytest.mark.parametrize(
-    ("mask", "cross", "dtype"),
-    each_pair(
-        [(False, None), *((True, window) for window in (None, 1, 6))],
-        [False, True],
-        [torch.float32, torch.float16],
-    ),
-    ids=str,
-)
-def test_flash_attention_in_python(mask, cross, dtype):
-    causal, window = mask
-    functions = jagged_flash_attention, flash_attention_oracle
-    case = Case("python", 7, 40, 4, 24, dtype=dtype)
-    inputs = make_flash_inputs(case, "cpu", cross=cross, kv_heads=2, value_width=16, bias=True)
-    assert_matches_oracle(*functions, inputs, causal=causal, window=window)
-
-
-@pytest.mark.parametrize(
-    ("causal", "window"),
-    [(False, None), (True, None), (True, 6), (True, 100)],
-    ids=["full", "causal", "6", "100"],
-)
-@pytest.mark.parametrize("max_length", [40, 300])
-def test_python_agrees(max_length, causal, window, monkeypatch):
-    """On the bias by distance and the log-sum-exps, too; the tests elsewhere have C++."""
-    inputs = make_flash_inputs(
-        Case("both", 9, max_length, 4, 24, dtype=torch.float64),
-        "cpu",
-        cross=True,
-        kv_heads=2,
-        bias=True,
-    )
-    generator = torch.Generator().manual_seed(1)
-    inputs["relative_bias"] = torch.randn(9, 4, generator=generator, dtype=torch.float64)
-    grad_out = torch.randn(inputs["q"].shape, generator=generator, dtype=torch.float64)
-    attend = functools.partial(jagged_flash_attention, causal=causal, window=window)
-    results = []
-    for _ in range(2):
-        results.append(outputs_and_gradients(attend, inputs, grad_out))
-        results[-1]["lse"] = attend(**inputs, return_lse=True)[1]
-        monkeypatch.setattr(extension, "library", lambda: None)
-    of_both = {"num_terms": 24 + max_length, "dtype": torch.float64}
-    for name, expected in results[0].items():
-        assert_same_run(results[1][name], expected, name=name, **of_both)
-
-
 def rows_at(x, stride):
     """``x``, with the elements of a row ``stride`` apart: apart, they are none that loops read."""
     return x.new_zeros(*x.shape, stride).index_copy_(-1, torch.tensor([0]), x.unsqueeze(-1))[..., 0]
@@ -331,26 +269,6 @@ def test_scores_that_are_not_finite(biased, monkeypatch):
         assert torch.all(results[0]["bias"][15:19, 1] == 0)
 
 
-@pytest.mark.parametrize("of", ["loops", "operators", "python"])
-def test_scores_that_are_not_finite_are_of_their_sample_alone(of, monkeypatch):
-    """Each gives alone what it gives beside others, whose bias hides all keys."""
-    if of == "python":
-        monkeypatch.setattr(extension, "library", lambda: None)
-    lengths = [5, 4, 3, 3, 4, 5]
-    inputs, grad_out = special_inputs(lengths, biased=True)
-    if of == "operators":
-        inputs["k"] = rows_at(inputs["k"], 2)
-    whole = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
-    for first, last in itertools.pairwise(inputs["q_offsets"].tolist()):
-        alone = {name: inputs[name][first:last] for name in ("q", "k", "v", "bias")}
-        alone["q_offsets"] = torch.tensor([0, last - first])
-        found = outputs_and_gradients(jagged_flash_attention, alone, grad_out[first:last])
-        for name, of_sample in found.items():
-            torch.testing.assert_close(
-                of_sample, whole[name][first:last], rtol=0, atol=0, equal_nan=True
-            )
-
-
 def test_a_table_by_distance_hides_all_keys(monkeypatch):
     """Of one head, so that its rows and all their gradients are zeros."""
     inputs = make_flash_inputs(Case("small", 4, 5, 2, 4), "cpu")
@@ -384,37 +302,3 @@ def test_every_gradient_of_the_history_is_written(dtype, implemented, monkeypatc
             assert torch.all(result.isfinite()), f"{name} of {lengths}, {targets}"
         read = torch.tensor(targets).expand(len(lengths)).repeat_interleave(torch.tensor(lengths))
         assert torch.equal(results["history"].any(1), read > 0)
-
-
-@pytest.mark.parametrize(
-    ("times", "dtype", "ages"),
-    [
-        ([-(2**31), 0, 2**31 - 1], torch.int32, [2**32 - 1, 2**31 - 1, 0]),
-        ([5, 2**31 - 1, -(2**31)], torch.int32, [0, 0, 0]),
-        ([-(2**63), -2, 2**63 - 1], torch.int64, [None, None, 0]),
-        ([-(2**63), 1, 7, 0], torch.int64, [None, 0, 0, 0]),
-        ([-(2**63), 0, -1], torch.int64, [2**63 - 1, 0, 0]),
-        ([-(2**63), -(2**63) + 6, -2], torch.int64, [2**63 - 2, 2**63 - 8, 0]),
-        ([2**63 - 1, 0, -(2**63)], torch.int64, [0, 0, 0]),
-        ([-torch.inf, torch.nan, 3, 1], torch.float64, [None, None, 0, 0]),
-        ([1, -torch.inf, torch.inf], torch.float32, [None, None, None]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("num_buckets", [1, 20, 127, 260])
-def test_ages_at_the_ends_of_their_range(times, dtype, ages, num_buckets):
-    """One that no int64 holds, and NaN, fall into the last bucket, as what is older than all."""
-    rows = len(times)
-    buckets = [
-        num_buckets - 1 if age is None else min(age_bucket(age), num_buckets - 1) for age in ages
-    ]
-    inputs = {
-        "query": torch.zeros(1, 1, 4),
-        "history": torch.eye(rows, 4),
-        "offsets": torch.tensor([0, rows]),
-        "age_bias": torch.randn(num_buckets, 1, generator=torch.Generator().manual_seed(0)),
-        "timestamps": torch.tensor(times, dtype=dtype),
-    }
-    with RoundingErrors(torch.float32) as errors:
-        weights = inputs["age_bias"].double()[buckets, 0].softmax(0)
-    assert_close(jagged_target_attention(**inputs)[0, 0, :rows], weights, errors)

@@ -10,9 +10,10 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.cases import CASES, Case, make_flash_inputs, offsets_of
 from tests.combinations import each_pair
-from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
+from tests.fixtures import assert_graph_replays, opcheck, skip_unless_supported, summed
 from tests.oracles import flash_attention_oracle
 from tests.rounding import RoundingErrors
+from tests.samples import assert_other_samples_never_matter
 from tests.target_attention.test_target_attention import (
     FAR_TIMES,
     buckets_apart,
@@ -135,6 +136,7 @@ def test_window(name, window, kind, device):
     assert_right(inputs, causal=True, window=window)
 
 
+@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("window", [1, 6, 64, 10**12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_window_of_biases(dtype, window, device):
@@ -285,6 +287,7 @@ def test_lengths_that_hurt(lengths, causal):
     assert_right(inputs_of(q_lengths, kv_lengths, CPU, torch.float16, bias=True), causal)
 
 
+@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("q_lengths", "kv_lengths"),
     [([], []), ([0], [0]), ([0, 3], [4, 0]), ([70, 1], [1, 70]), ([5, 0, 0], [0, 0, 5])],
@@ -336,6 +339,7 @@ def test_more_elements_than_int32_counts():
     assert x.numel() - tail["q"].numel() > 2**31
 
 
+@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("mask", "kind", "num_buckets"),
     each_pair(
@@ -378,6 +382,7 @@ def test_relative_bias_of_far_keys(dtype):
     assert_right(inputs)
 
 
+@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7)])
 def test_log_sum_exps(causal, window, dtype, device):
@@ -519,43 +524,18 @@ def test_masked_scores_may_be_large(dtype, biased, window, more_keys, device):
     ("causal", "window"), [(False, None), (True, None), (True, 20)], ids=["full", "causal", "20"]
 )
 def test_other_samples_never_matter(device, causal, window, biased):
-    attend = partial(jagged_flash_attention, causal=causal, window=window)
-    lengths = {"q": [3, 0, 70, 17, 33], "kv": [5, 4, 33, 17, 70]}
+    queries, keys = [3, 0, 70, 17, 33], [5, 4, 33, 17, 70]
     kind = {"bias": True} if biased else {"dtype": torch.float16, "width": 64}
-    inputs = inputs_of(lengths["q"], lengths["kv"], device, **kind)
-    recency = {}
+    inputs = inputs_of(queries, keys, device, **kind)
     if biased:
-        recency = {
-            "position_bias": torch.randn(20, 2, device=device),
-            "age_bias": torch.randn(40, 2, device=device),
-            "timestamps": torch.arange(129, device=device) ** 2,
-        }
+        inputs["position_bias"] = torch.randn(20, 2, device=device)
+        inputs["age_bias"] = torch.randn(40, 2, device=device)
+        inputs["timestamps"] = torch.arange(129, device=device) ** 2
+    lengths = dict.fromkeys(("q", "out", "q_offsets"), queries)
+    lengths |= dict.fromkeys(("k", "v", "bias", "timestamps", "kv_offsets"), keys)
     grad_out = torch.randn_like(inputs["q"][..., : inputs["v"].shape[2]])
-    whole = outputs_and_gradients(attend, inputs | recency, grad_out)
-    assert all(torch.isfinite(value).all() for value in whole.values())
-    again = outputs_and_gradients(attend, inputs | recency, grad_out)
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-
-    order = [4, 3, 1, 0]  # without sample 2, and in another order
-    of_keys = ("k", "v", "bias") if biased else ("k", "v")
-    rows, offsets = {}, {}
-    poisoned = {name: value.clone() for name, value in inputs.items()}
-    for side, names in (("q", "q"), ("kv", "kv")):
-        bounds = inputs[f"{side}_offsets"].tolist()
-        rows[side] = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
-        offsets[side] = offsets_of(torch.tensor(lengths[side])[order], torch.int64, device)
-        for name in names if side == "q" else of_keys:
-            poisoned[name][bounds[2] : bounds[3]] = torch.nan
-    fewer = {name: inputs[name][rows["q" if name == "q" else "kv"]] for name in ("q", *of_keys)}
-    fewer |= {f"{side}_offsets": of_side for side, of_side in offsets.items()}
-    results = outputs_and_gradients(attend, poisoned | recency, grad_out)
-    if biased:
-        recency["timestamps"] = recency["timestamps"][rows["kv"]]
-    permuted = outputs_and_gradients(attend, fewer | recency, grad_out[rows["q"]])
-    for name in ("out", "q", *of_keys):
-        of = rows["q" if name in ("out", "q") else "kv"]
-        assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
-        assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
+    attend = partial(jagged_flash_attention, causal=causal, window=window)
+    assert_other_samples_never_matter(attend, inputs, grad_out, lengths)
 
 
 def test_opcheck(device):
@@ -651,33 +631,20 @@ def test_repeats_of_many_short_samples_are_equal(max_length, width, kv_heads):
     [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 128)],
     ids=["fp32-64", "bf16-64", "bf16-128"],
 )
-def test_cuda_graph_replays_with_other_lengths_and_never_waits(
-    dtype, width, causal, window, is_self, factor
-):
+def test_cuda_graph_replays_with_other_lengths(dtype, width, causal, window, is_self, factor):
     lengths = [factor * length for length in (3, 60, 7, 30)]
     inputs = inputs_of(lengths, lengths[::-1], "cuda", dtype, width=width)
     if is_self:
         del inputs["kv_offsets"]
     grad_out = torch.randn(100 * factor, 2, width // 2, device="cuda", dtype=dtype)
+    attend = partial(jagged_flash_attention, causal=causal, window=window)
 
-    def run():
-        attend = partial(jagged_flash_attention, causal=causal, window=window)
-        return outputs_and_gradients(attend, inputs, grad_out)
+    def change():
+        inputs["q_offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor)
+        if not is_self:
+            inputs["kv_offsets"].copy_(torch.tensor([0, 1, 40, 100, 100]) * factor)
 
-    run()  # compiles
-    with sync_debug_mode("error"):
-        run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    inputs["q_offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor)
-    if not is_self:
-        inputs["kv_offsets"].copy_(torch.tensor([0, 1, 40, 100, 100]) * factor)
-    for value in results.values():
-        value.fill_(torch.nan)
-    graph.replay()
-    for name, value in run().items():
-        assert torch.equal(results[name], value), name
+    assert_graph_replays(lambda: outputs_and_gradients(attend, inputs, grad_out), change)
 
 
 @pytest.mark.parametrize(

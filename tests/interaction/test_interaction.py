@@ -11,7 +11,13 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.cases import Case, offsets_of
 from tests.combinations import each_pair
-from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
+from tests.fixtures import (
+    assert_graph_replays,
+    opcheck,
+    skip_unless_supported,
+    summed,
+    sync_debug_mode,
+)
 from tests.oracles import (
     array_jagged_bmm_jagged_out_oracle,
     jagged2_softmax_oracle,
@@ -23,6 +29,7 @@ from tests.oracles import (
     jagged_softmax_oracle,
 )
 from tests.rounding import RoundingErrors
+from tests.samples import assert_other_samples_never_matter
 from tests.tolerance import (
     assert_close,
     assert_matches_oracle,
@@ -306,9 +313,7 @@ def test_strided_inputs_and_gradients(name, device):
 @pytest.mark.parametrize(
     ("name", "width", "dtype"),
     each_pair(
-        ["jagged_dense_bmm", "jagged_jagged_bmm"],
-        [1, 5, 16, 64],
-        [torch.float32, torch.float16],
+        ["jagged_dense_bmm", "jagged_jagged_bmm"], [1, 5, 16, 64], [torch.float32, torch.float16]
     ),
     ids=str,
 )
@@ -336,20 +341,6 @@ def test_infinities_in_products(name, num_targets, device):
     assert_output(function_of(name)(**inputs), OPS[name].oracle, inputs)
 
 
-@pytest.mark.gpu
-def test_more_pairs_than_31_bits_count():
-    """In 5 GB."""
-    lengths = [3, 47_000]
-    inputs = inputs_of(
-        "jagged_jagged_bmm_jagged_out", lengths, [5, 47_001], "cuda", torch.bfloat16, width=8
-    )
-    x, y = inputs["x"].mul(3).round(), inputs["y"].mul(3).round()
-    out = ops.jagged_jagged_bmm_jagged_out(**inputs | {"x": x, "y": y})
-    rows = out[15:].view(47_000, 47_001)
-    for part in (slice(0, 64), slice(23_000, 23_200), slice(46_900, 47_000)):
-        assert torch.equal(rows[part], x[3:][part] @ y[5:].T)
-
-
 def test_transposed_matrices_are_read_where_they_are(device):
     inputs = inputs_of("jagged_dense_bmm", [7, 0, 20], None, device)
     inputs["y"] = inputs["y"].mT.contiguous().mT
@@ -360,41 +351,16 @@ def test_transposed_matrices_are_read_where_they_are(device):
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_other_samples_never_matter(name, dtype, device):
-    x_lengths, y_lengths = [3, 2, 130, 1, 600], [5, 0, 9, 40, 4]
-    inputs = inputs_of(name, x_lengths, y_lengths, device, dtype)
-    layout = OPS[name].layout
+    of_x, of_y = [3, 2, 130, 1, 600], [5, 0, 9, 40, 4]
+    inputs = inputs_of(name, of_x, of_y, device, dtype)
     grad_out = torch.randn_like(OPS[name].oracle(**inputs))
-    whole = outputs_and_gradients(function_of(name), inputs, grad_out)
-    assert all(torch.isfinite(value).all() for value in whole.values())
-    again = outputs_and_gradients(function_of(name), inputs, grad_out)
-    assert all(torch.equal(whole[key], again[key]) for key in whole)
-
-    def of_samples(key, order):
-        """Which elements of the first dimension belong to the samples in ``order``."""
-        lengths = {
-            "X": x_lengths,
-            "Y": y_lengths,
-            "B": [1] * 5,
-            "P": [x * y for x, y in zip(x_lengths, y_lengths, strict=True)],
-        }[layout[key][0]]
-        parts = torch.arange(sum(lengths), device=device).split(lengths)
-        return torch.cat([parts[sample] for sample in order])
-
-    order = [4, 3, 1, 0]  # without sample 2, and in another order
-    poisoned = {key: value.clone() if key in layout else value for key, value in inputs.items()}
-    for key in layout.keys() - {"out"}:
-        poisoned[key][of_samples(key, [2])] = torch.nan
-    results = outputs_and_gradients(function_of(name), poisoned, grad_out)
-    fewer = inputs_of(
-        name, [x_lengths[b] for b in order], [y_lengths[b] for b in order], device, dtype
-    )
-    for key in layout.keys() - {"out"}:
-        fewer[key] = inputs[key][of_samples(key, order)]
-    permuted = outputs_and_gradients(function_of(name), fewer, grad_out[of_samples("out", order)])
-    for key in whole:
-        of = of_samples(key, order)
-        assert torch.equal(results[key][of], whole[key][of]), f"{key} sees a poisoned sample"
-        assert torch.equal(permuted[key], whole[key][of]), f"{key} depends on the batch"
+    for size in ("total", "num_rows"):  # of all samples
+        inputs.pop(size, None)
+    pairs = [x * y for x, y in zip(of_x, of_y, strict=True)]
+    by_letter = {"X": of_x, "Y": of_y, "B": [1] * 5, "P": pairs}
+    lengths = {key: by_letter[letters[0]] for key, letters in OPS[name].layout.items()}
+    lengths |= {"offsets": of_x, "x_offsets": of_x, "y_offsets": of_y}
+    assert_other_samples_never_matter(function_of(name), inputs, grad_out, lengths)
 
 
 def test_opcheck(device):
@@ -444,23 +410,17 @@ def test_compiles_once_for_all_batches(device):
 
 @pytest.mark.gpu
 @ALL_OPS
-def test_cuda_graph_replays_with_other_lengths_and_never_waits(name):
+def test_cuda_graph_replays_with_other_lengths(name):
     x_lengths, y_lengths = [3, 60, 7, 30], [10, 2, 5, 5]
     inputs = inputs_of(name, x_lengths, y_lengths, "cuda")
     grad_out = torch.randn_like(OPS[name].oracle(**inputs))
-    outputs_and_gradients(function_of(name), inputs, grad_out)  # compiles
-    with sync_debug_mode("error"):
-        outputs_and_gradients(function_of(name), inputs, grad_out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = outputs_and_gradients(function_of(name), inputs, grad_out)
     others = inputs_of(name, x_lengths[::-1], y_lengths[::-1], "cuda")  # as many rows and pairs
-    for key in inputs.keys() & {"offsets", "x_offsets", "y_offsets"}:
-        inputs[key].copy_(others[key])
-    graph.replay()
-    expected = outputs_and_gradients(function_of(name), inputs, grad_out)
-    for key, value in expected.items():
-        assert torch.equal(results[key], value)
+
+    def change():
+        for key in inputs.keys() & {"offsets", "x_offsets", "y_offsets"}:
+            inputs[key].copy_(others[key])
+
+    assert_graph_replays(lambda: outputs_and_gradients(function_of(name), inputs, grad_out), change)
 
 
 @pytest.mark.gpu

@@ -226,18 +226,6 @@ def test_nothing_to_take(lengths, device):
     assert x.grad.shape == (0, 4)
 
 
-def test_gradients_go_back_to_their_rows(device):
-    offsets = offsets_of(LENGTHS["edges"], torch.int64, device)
-    num_rows = int(offsets[-1])
-    x = torch.randn(num_rows, 6, device=device, requires_grad=True)
-    selected = select_rows(offsets, draw_scores(num_rows, device), keep=5)
-    grad = torch.randn(len(selected.rows), 2, 3, device=device)
-    take_rows(x.view(-1, 2, 3), selected).backward(grad)
-    again = x.detach().clone().requires_grad_()
-    again.view(-1, 2, 3)[selected.rows].backward(grad)
-    assert torch.equal(x.grad, again.grad)
-
-
 def test_a_sample_does_not_depend_on_others(device):
     lengths = LENGTHS["many rows"]
     offsets = offsets_of(lengths, torch.int64, device)

@@ -7,7 +7,7 @@ from torchrec import JaggedTensor
 
 from tests.cases import offsets_of
 from tests.combinations import each_pair
-from tests.fixtures import PATHS, opcheck, sync_debug_mode
+from tests.fixtures import PATHS, assert_graph_replays, opcheck, sync_debug_mode
 from tests.modules.target_attention_inputs import CPU, example, make_module, projected
 
 OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
@@ -178,16 +178,9 @@ def test_cuda_graph_replays_with_other_lengths(value_projection, jagged, path):
 
     def run():
         out = OP(*arguments.values())[0]
-        return [out, *torch.autograd.grad(out, leaves, grad_out)]
+        return dict(enumerate([out.detach(), *torch.autograd.grad(out, leaves, grad_out)]))
 
-    run()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    arguments["offsets"].copy_(torch.tensor([0, 0, 7, 8]))
-    graph.replay()
-    for result, expected in zip(results, run(), strict=True):
-        assert torch.equal(result, expected)
+    assert_graph_replays(run, lambda: arguments["offsets"].copy_(torch.tensor([0, 0, 7, 8])))
 
 
 @pytest.mark.gpu

@@ -12,9 +12,10 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.cases import CASES, Case, jagged_lengths, make_target_inputs, offsets_of
 from tests.combinations import each_pair
-from tests.fixtures import opcheck, skip_unless_supported, summed, sync_debug_mode
+from tests.fixtures import assert_graph_replays, opcheck, skip_unless_supported, summed
 from tests.oracles import target_attention_oracle
 from tests.rounding import RoundingErrors
+from tests.samples import assert_other_samples_never_matter
 from tests.tolerance import (
     assert_close,
     assert_matches_oracle,
@@ -51,6 +52,7 @@ def inputs_of(lengths, device=CPU, dtype=torch.float32, num_heads=2, num_targets
     }
 
 
+@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
 def test_cases(name, bias, device):
@@ -161,6 +163,7 @@ PRIOR_CASES = [
 ]
 
 
+@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), PRIOR_CASES, ids=str)
 def test_prior_weights(layout, num_targets, dtype, others, device):
     inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
@@ -454,30 +457,18 @@ def test_bias_shifts_nothing(device):
 
 
 @pytest.mark.usefixtures("nan_filled_memory")
-def test_jagged_queries_do_not_see_how_many_the_others_have(device):
+def test_other_samples_never_matter_to_jagged_queries(device):
     """Nor where they are cut: all but the short ones have several chunks, the first many blocks."""
-    lengths, targets = torch.tensor([700, 5, 530, 520, 5]), torch.tensor([40, 1, 20, 8, 3])
-    inputs = inputs_of(lengths, device)
+    rows, targets = [700, 5, 530, 520, 5], [40, 1, 20, 8, 3]
+    inputs = inputs_of(rows, device)
     generator = torch.Generator().manual_seed(1)
     inputs["query"] = torch.randn(72, 2, 16, generator=generator).to(device)
-    inputs["query_offsets"] = offsets_of(targets, torch.int64, device)
+    inputs["query_offsets"] = offsets_of(torch.tensor(targets), torch.int64, device)
+    lengths = dict.fromkeys(("query", "out", "query_offsets"), targets)
+    lengths |= dict.fromkeys(("history", "bias", "offsets"), rows)
     grad_out = torch.randn(72, 2, 16, generator=generator).to(device)
-    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    assert_output(whole["out"], target_attention_oracle, inputs)
-    for sample in (0, 2, 3):
-        rows = slice(*inputs["offsets"][sample : sample + 2].tolist())
-        queries = slice(*inputs["query_offsets"][sample : sample + 2].tolist())
-        alone = {
-            "query": inputs["query"][queries],
-            "history": inputs["history"][rows],
-            "bias": inputs["bias"][rows],
-            "offsets": offsets_of(lengths[[sample]], torch.int64, device),
-            "query_offsets": offsets_of(targets[[sample]], torch.int64, device),
-        }
-        results = outputs_and_gradients(jagged_target_attention, alone, grad_out[queries])
-        for name, value in results.items():
-            of = rows if name in ("history", "bias") else queries
-            assert torch.equal(value, whole[name][of]), f"{name} depends on the batch"
+    assert_other_samples_never_matter(jagged_target_attention, inputs, grad_out, lengths)
+    assert_output(jagged_target_attention(**inputs), target_attention_oracle, inputs)
 
 
 @pytest.mark.parametrize("layout", ["dense", "shared", "jagged"])
@@ -544,34 +535,14 @@ def test_inference_rounds_as_training_does(num_targets, dtype, no_gradient, devi
     ids=str,
 )
 def test_other_samples_never_matter(device, bias, num_targets, dtype):
-    lengths = [3, 0, 130, 17, 1100 if num_targets == 40 else 600]  # of several chunks
-    inputs = inputs_of(lengths, device, dtype, num_targets=num_targets)
+    rows = [3, 0, 130, 17, 1100 if num_targets == 40 else 600]  # of several chunks
+    inputs = inputs_of(rows, device, dtype, num_targets=num_targets)
     if not bias:
         del inputs["bias"]
+    lengths = dict.fromkeys(("query", "out"), [1] * 5)
+    lengths |= dict.fromkeys(("history", "bias", "offsets"), rows)
     grad_out = torch.randn_like(inputs["query"])
-    whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    assert all(torch.isfinite(value).all() for value in whole.values())
-    again = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-
-    poisoned = {name: value.clone() for name, value in inputs.items()}
-    bounds = inputs["offsets"].tolist()
-    poisoned["query"][2] = torch.nan
-    poisoned["history"][bounds[2] : bounds[3]] = torch.nan
-    results = outputs_and_gradients(jagged_target_attention, poisoned, grad_out)
-    order = [4, 3, 1, 0]  # without sample 2, and in another order
-    rows = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
-    fewer = {
-        "query": inputs["query"][order],
-        "history": inputs["history"][rows],
-        **({"bias": inputs["bias"][rows]} if bias else {}),
-        "offsets": offsets_of(torch.tensor(lengths)[order], torch.int64, device),
-    }
-    permuted = outputs_and_gradients(jagged_target_attention, fewer, grad_out[order])
-    for name in whole:
-        of = rows if name in ("history", "bias") else order
-        assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
-        assert torch.equal(permuted[name], whole[name][of]), f"{name} depends on the batch"
+    assert_other_samples_never_matter(jagged_target_attention, inputs, grad_out, lengths)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -672,23 +643,13 @@ def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
 @pytest.mark.parametrize("factor", [1, 20])
 @with_shared_queries
 @on_every_kernel
-def test_cuda_graph_replays_with_other_lengths_and_never_waits(num_targets, dtype, shared, factor):
+def test_cuda_graph_replays_with_other_lengths(num_targets, dtype, shared, factor):
     lengths = [3 * factor, 60 * factor, 7 * factor, 30 * factor]
     inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared)
-    outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
-    with sync_debug_mode("error"):
-        outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    inputs["offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor)
-    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    for _ in range(2):
-        for value in results.values():
-            value.fill_(torch.nan)
-        graph.replay()
-        for name, value in expected.items():
-            assert torch.equal(results[name], value), name
+    assert_graph_replays(
+        lambda: outputs_and_gradients(jagged_target_attention, inputs, grad_out),
+        lambda: inputs["offsets"].copy_(torch.tensor([0, 90, 90, 91, 100]) * factor),
+    )
 
 
 @pytest.mark.gpu

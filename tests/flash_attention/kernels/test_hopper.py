@@ -11,6 +11,7 @@ from tests.flash_attention.test_flash_attention import (
     assert_tiles_beyond_a_window_are_not_read,
     inputs_of,
 )
+from tests.samples import assert_other_samples_never_matter
 from tests.tolerance import outputs_and_gradients
 from torchrec_jagged_attn import jagged_flash_attention
 from torchrec_jagged_attn.attention.arguments import Biases
@@ -89,24 +90,15 @@ def test_short_samples_on_hopper(mask, kv_heads, width, kv_lengths, hopper):
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_short_samples_are_the_same_alone(causal, kv_heads, hopper):
+def test_other_samples_never_matter_to_short_ones(causal, kv_heads, hopper):
     device, _ = hopper
+    queries, keys = [20, 64, 0, 3, 40, 16, 31, 90], [7, 64, 2, 16, 5, 0, 32, 1]
+    inputs = inputs_of(queries, keys, device, torch.float16, width=64, kv_heads=kv_heads)
+    lengths = dict.fromkeys(("q", "out", "q_offsets"), queries)
+    lengths |= dict.fromkeys(("k", "v", "kv_offsets"), keys)
     attend = partial(jagged_flash_attention, causal=causal)
-    lengths, kv_lengths = [20, 64, 0, 3, 40, 16, 31, 90], [7, 64, 2, 16, 5, 0, 32, 1]
-    inputs = inputs_of(lengths, kv_lengths, device, torch.float16, width=64, kv_heads=kv_heads)
     grad_out = torch.randn_like(inputs["q"][..., :32])
-    whole = outputs_and_gradients(attend, inputs, grad_out)
-    bounds = {"q": inputs["q_offsets"].tolist(), "k": inputs["kv_offsets"].tolist()}
-    bounds |= {"out": bounds["q"], "v": bounds["k"]}
-    for b in range(len(lengths)):
-        of = {name: slice(*x[b : b + 2]) for name, x in bounds.items()}
-        alone = {name: inputs[name][of[name]] for name in "qkv"}
-        alone["q_offsets"] = inputs["q_offsets"][b : b + 2] - bounds["q"][b]
-        alone["kv_offsets"] = inputs["kv_offsets"][b : b + 2] - bounds["k"][b]
-        results = outputs_and_gradients(attend, alone, grad_out[of["out"]])
-        if lengths[b] and kv_lengths[b]:  # calls without rows take no kernel for Hopper
-            for name, rows in of.items():
-                assert torch.equal(results[name], whole[name][rows]), (b, name)
+    assert_other_samples_never_matter(attend, inputs, grad_out, lengths)
 
 
 @pytest.mark.usefixtures("nan_filled_memory")

@@ -10,6 +10,7 @@ from tests.attention.test_row_dropout import assert_rows_are_dropped
 from tests.combinations import each_pair
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.oracles import target_attention_oracle
+from tests.samples import assert_other_samples_never_matter
 from tests.target_attention.test_log_sum_exp import assert_merges as assert_owners_merge
 from tests.target_attention.test_log_sum_exp import assert_right as assert_right_with_lse
 from tests.target_attention.test_log_sum_exp import make_inputs as make_inputs_of_lse
@@ -365,16 +366,11 @@ def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
 
 @pytest.mark.parametrize("num_targets", [1, 9])
 def test_other_samples_never_matter(num_targets, launched):
-    inputs, _ = make_inputs([5, 40, 600], torch.float16, num_targets=num_targets, num_positions=20)
+    rows = [5, 40, 600, 31]
+    inputs, _ = make_inputs(rows, torch.float16, num_targets=num_targets, num_positions=20)
+    lengths = {"query": [1] * 4, "out": [1] * 4, "history": rows, "offsets": rows}
     grad_out = torch.ones_like(inputs["query"])
-    alone = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    for name in ("query", "history"):
-        inputs[name] = inputs[name].clone()
-    inputs["query"][[0, 2]] = torch.nan
-    inputs["history"][:5] = inputs["history"][45:] = torch.nan
-    among_nan = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    for name, rows in (("out", slice(1, 2)), ("query", slice(1, 2)), ("history", slice(5, 45))):
-        assert torch.equal(among_nan[name][rows], alone[name][rows])
+    assert_other_samples_never_matter(jagged_target_attention, inputs, grad_out, lengths)
     assert launched
 
 
