@@ -1,4 +1,6 @@
-"""Gradients of the projections of target attention, and the bias of values, on every device."""
+"""The projections of target attention, through the module, for many targets and few rows."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -6,185 +8,130 @@ import torch
 from tests.cases import Case
 from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
-from tests.rounding import RoundingErrors
-from tests.tolerance import assert_close
-from torchrec_jagged_attn.devices import has_kernels
-from torchrec_jagged_attn.target_attention import cpu_projections as head_products
-from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients, ProjectionRows
+from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs, make_module
+from tests.samples import assert_other_samples_never_matter
+from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn.target_attention.kernels import projections
-from torchrec_jagged_attn.target_attention.kernels.projections import ROWS, parameter_gradients
+from torchrec_jagged_attn.target_attention.kernels.projections import ROWS
 
-# The rows of a tile and of a split, one more and one less; and of many splits.
-NUM_ROWS = [0, 1, 31, 33, 65, ROWS, ROWS + 1, 2 * ROWS + 1, 4096]
-
-
-def inputs_of(num_rows, device, dtype=torch.float32, heads=2, widths=(16, 32), target_dim=None):
-    """The rows that gradients sum over; terms do not cancel."""
-    generator = torch.Generator().manual_seed(0)
-    x, y = widths
-    rows = ["grad_q", "target", "grad_out", "v", "grad_v"]
-    shapes = dict.fromkeys(rows, (heads * x,)) | {
-        "target": (heads * x if target_dim is None else target_dim,),
-        "filled": (),
-        "q": (heads, x),
-        "grad_u": (heads, y),
-        "pooled": (heads, y),
-    }
-    inputs = {
-        name: (torch.randn(num_rows, *shape, generator=generator) + 0.5).to(device, dtype)
-        for name, shape in shapes.items()
-    }
-    inputs["filled"] = (inputs["filled"] > 0).to(dtype)
-    return inputs
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# The targets of a tile and of a split, one more and one less; and of many splits.
+NUM_TARGETS = [1, 31, 32, 33, 65, ROWS, ROWS + 1, 2 * ROWS + 1, 1000]
 
 
-def gradients_of(inputs, absorbed=True, biased=True, of_values=True):
-    """Gradients, written to buffers of NaN."""
-    (heads, x), y = inputs["q"].shape[1:], inputs["pooled"].shape[2]
-    width, new = heads * x, inputs["target"].new_full
-    rows = ProjectionRows(**inputs)
-    if not absorbed:
-        rows = rows._replace(q=None, grad_u=None, pooled=None)
-    if not of_values:
-        of_others = ("grad_out", "v", "grad_v", "filled", "pooled")
-        rows = rows._replace(**dict.fromkeys(of_others))
-    grads = ProjectionGradients(
-        w_q=new((width, inputs["target"].shape[1]), torch.nan),
-        w_out=new((width, width), torch.nan) if of_values else None,
-        w_k=new((heads, x, y), torch.nan) if absorbed else None,
-        w_v=new((heads, x, y), torch.nan) if absorbed and of_values else None,
-        b_in=new(((3 if of_values else 1) * width,), torch.nan) if biased else None,
-        b_out=new((width,), torch.nan) if biased and of_values else None,
-    )
-    device, dtype = rows.grad_q.device, rows.grad_q.dtype
-    on_kernels = has_kernels(device, dtype)
-    (parameter_gradients if on_kernels else head_products.parameter_gradients)(rows, grads)
-    return [grad for grad in grads if grad is not None]
+@pytest.fixture
+def device(kernel_device):
+    """Each device with kernels: for others, tests of the module have as much."""
+    return kernel_device
 
 
-def expected_of(inputs, absorbed=True, biased=True, of_values=True):
-    """The same gradients, by PyTorch."""
-    weights = [inputs["grad_q"].T @ inputs["target"]]
-    if of_values:
-        weights.append(inputs["grad_out"].T @ inputs["v"])
-    if absorbed:
-        q, grad_u, pooled = (inputs[name].transpose(0, 1) for name in ("q", "grad_u", "pooled"))
-        grad_values = inputs["grad_v"].reshape(inputs["q"].shape).transpose(0, 1)
-        weights += [q.mT @ grad_u, grad_values.mT @ pooled][: 1 + of_values]
-    sums = []
-    if biased and not of_values:
-        sums = [inputs["grad_q"].sum(0)]
-    elif biased:
-        grad_b_q = inputs["grad_q"].sum(0)
-        grad_b_v = (inputs["grad_v"] * inputs["filled"].unsqueeze(1)).sum(0)
-        sums = [
-            torch.cat([grad_b_q, torch.zeros_like(grad_b_q), grad_b_v]),
-            inputs["grad_out"].sum(0),
-        ]
-    return weights + sums
+def make(heads=2, widths=(16, 32), keys_and_values="absorbed", value_projection=True, **options):
+    """Without recency bias; without a value projection, rows are as wide as all heads."""
+    head_dim, history_dim = widths
+    history_dim = history_dim if value_projection else heads * head_dim
+    return make_module(
+        heads * head_dim, heads, history_dim=history_dim, recency_bias=False,
+        keys_and_values=keys_and_values, value_projection=value_projection, device="meta",
+        **options,
+    )  # fmt: skip
 
 
-def assert_right(inputs, **options):
-    with RoundingErrors(inputs["grad_q"].dtype) as errors:
-        expected = expected_of({name: x.double() for name, x in inputs.items()}, **options)
-    for found, grad in zip(gradients_of(inputs, **options), expected, strict=True):
-        assert_close(found, grad, errors)
+def assert_right(num_targets, dtype, device, lengths=(3, 0, 2), **options):
+    """A third of the targets has no history."""
+    skip_unless_supported(Case("projections", 3, 3, 2, 32, dtype=dtype), device)
+    module = make(**options)
+    targets = [
+        num_targets - num_targets // 2,
+        num_targets // 3,
+        num_targets // 2 - num_targets // 3,
+    ]
+    inputs = make_inputs(module, lengths, device, dtype, targets=targets)
+    assert_matches_oracle(partial(attend, module), partial(attend_by_sample, module), inputs)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_rows"),
+    ("num_targets", "dtype", "value_projection"),
     [
-        *((torch.float32, num_rows) for num_rows in NUM_ROWS),
-        *((torch.float16, num_rows) for num_rows in (33, ROWS, 2 * ROWS + 1)),
-        *((torch.bfloat16, num_rows) for num_rows in (33, ROWS, 2 * ROWS + 1)),
+        *((number, torch.float32, True) for number in NUM_TARGETS),
+        *((number, dtype, True) for number in (33, 2 * ROWS + 1) for dtype in DTYPES[1:]),
+        *((number, torch.float32, False) for number in (1, 33, 2 * ROWS + 1)),
+        *((33, dtype, False) for dtype in DTYPES[1:]),
     ],
     ids=str,
 )
-def test_any_number_of_rows(num_rows, dtype, device):
-    skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
-    assert_right(inputs_of(num_rows, device, dtype))
+def test_any_number_of_targets(num_targets, dtype, value_projection, device):
+    assert_right(num_targets, dtype, device, value_projection=value_projection)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "absorbed", "target_dim"),
-    each_pair([torch.float32, torch.float16, torch.bfloat16], [True, False], [5, 64, 200]),
-    ids=str,
-)
-def test_targets_of_another_width(dtype, absorbed, target_dim, device):
-    skip_unless_supported(Case("widths", 1, 1, 2, 32, dtype=dtype), device)
-    inputs = inputs_of(300, device, dtype, target_dim=target_dim)
-    for biased in (True, False):
-        assert_right(inputs, absorbed=absorbed, biased=biased)
-
-
-@pytest.mark.parametrize(
-    ("heads", "widths"),
-    [(1, (1, 1)), (3, (5, 20)), (1, (48, 96)), (4, (32, 128)), (2, (65, 70)), (1, (128, 200))],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_any_width(heads, widths, dtype, device):
-    skip_unless_supported(Case("widths", 1, 1, heads, 32, dtype=dtype), device)
-    assert_right(inputs_of(100, device, dtype, heads, widths))
-
-
-@pytest.mark.parametrize("biased", [True, False])
-def test_materialized_keys_and_values(biased, device):
-    """Only weights of projections that exist have gradients."""
-    assert_right(inputs_of(300, device), absorbed=False, biased=biased)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "absorbed", "biased", "target_dim", "num_rows"),
+    ("shape", "dtype", "bias", "value_projection"),
     each_pair(
-        [torch.float32, torch.float16, torch.bfloat16],
+        [
+            (1, (1, 1), 1),
+            (3, (5, 20), 7),
+            (1, (48, 96), 200),
+            (4, (32, 128), 128),
+            (1, (128, 70), 65),
+        ],
+        DTYPES,
         [True, False],
         [True, False],
-        [None, 5, 200],
-        [0, 33, 2 * ROWS + 1, 4096],
     ),
     ids=str,
 )
-def test_of_queries_and_keys_alone(dtype, absorbed, biased, target_dim, num_rows, device):
-    """Without a value projection."""
-    skip_unless_supported(Case("rows", 1, 1, 2, 32, dtype=dtype), device)
-    inputs = inputs_of(num_rows, device, dtype, 2, (16, 32), target_dim)
-    assert_right(inputs, absorbed=absorbed, biased=biased, of_values=False)
+def test_any_width(shape, dtype, bias, value_projection, device):
+    heads, widths, target_dim = shape
+    options = {"target_dim": target_dim, "bias": bias, "value_projection": value_projection}
+    assert_right(40, dtype, device, heads=heads, widths=widths, **options)
 
 
-def test_no_bias(device, monkeypatch):
-    monkeypatch.setattr(projections, "SUMMED_ELEMENTS", 128)
-    monkeypatch.setattr(projections, "plan_of", projections.plan_of.__wrapped__)  # not a cached one
-    assert_right(inputs_of(300, device), biased=False)
+@pytest.mark.parametrize(
+    ("dtype", "bias", "target_dim", "value_projection"),
+    each_pair(DTYPES, [True, False], [5, 200], [True, False]),
+    ids=str,
+)
+def test_materialized_keys_and_values(dtype, bias, target_dim, value_projection, device):
+    options = {"target_dim": target_dim, "bias": bias, "value_projection": value_projection}
+    assert_right(300, dtype, device, keys_and_values="materialized", **options)
 
 
 @pytest.mark.usefixtures("tf32")
 def test_tf32(device):
-    assert_right(inputs_of(2 * ROWS + 1, device, widths=(32, 48)))
+    assert_right(2 * ROWS + 1, torch.float32, device, widths=(32, 48))
 
 
-def test_doubles(device):
-    """What a layer may be in whose attention is not; the oracle is no more exact than they are."""
-    assert_right(inputs_of(300, device, torch.float64))
+@pytest.mark.parametrize("value_projection", [True, False], ids=["values", "rows"])
+def test_of_histories_that_are_cut(value_projection, device):
+    """The kernel of the first projection lists the chunks, too."""
+    lengths = [1100, 0, 700]
+    assert_right(40, torch.float32, device, lengths, value_projection=value_projection)
 
 
-def test_infinities_stay_where_they_are(device):
-    """Also if a tile also reads the next head."""
-    inputs = inputs_of(300, device, heads=3, widths=(5, 20))
-    inputs["q"][7, 1, 2] = torch.inf
-    inputs["pooled"][8, 1, 3] = torch.nan
-    inputs["grad_out"][9, 4] = torch.inf
-    for found, expected in zip(gradients_of(inputs), expected_of(inputs), strict=True):
-        assert torch.equal(found.isnan(), expected.isnan())
-        assert torch.equal(found.isinf(), expected.isinf())
+def test_sums_by_several_programs(device, monkeypatch):
+    monkeypatch.setattr(projections, "SUMMED_ELEMENTS", 128)
+    monkeypatch.setattr(projections, "plan_of", projections.plan_of.__wrapped__)  # not a cached one
+    assert_right(300, torch.float32, device, bias=False)
+
+
+@pytest.mark.parametrize("value_projection", [True, False], ids=["values", "rows"])
+def test_other_samples_never_matter(value_projection, device):
+    module = make(heads=3, widths=(5, 20), value_projection=value_projection)
+    rows, targets = [5, 0, 40, 3, 1], [17, 33, 5, 1, 20]
+    inputs = make_inputs(module, rows, device, targets=targets)
+    lengths = dict.fromkeys(("target", "out", "target_offsets"), targets)
+    lengths |= dict.fromkeys(("history", "offsets"), rows)
+    grad_out = torch.randn_like(inputs["target"])
+    assert_other_samples_never_matter(partial(attend, module), inputs, grad_out, lengths)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_rows", [4096, 100_000])
-def test_repeats_are_equal(num_rows, dtype):
-    inputs = inputs_of(num_rows, "cuda", dtype, 4, (32, 128))
-    assert_right(inputs)
-    first = gradients_of(inputs)
+@pytest.mark.parametrize("num_targets", [4096, 100_000])
+def test_repeats_are_equal(num_targets, dtype):
+    module = make(heads=4, widths=(32, 128))
+    inputs = make_inputs(module, [3, 2], "cuda", dtype, targets=[num_targets // 2] * 2)
+    grad_out = torch.randn_like(inputs["target"])
+    first = outputs_and_gradients(partial(attend, module), inputs, grad_out)
     for _ in range(3):
-        for found, expected in zip(gradients_of(inputs), first, strict=True):
-            assert torch.equal(found, expected)
+        again = outputs_and_gradients(partial(attend, module), inputs, grad_out)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
