@@ -172,18 +172,25 @@ def test_beside_distances(device):
     assert_weights_are_dropped(FLASH, inputs, 93, 4, 93, causal=True)
 
 
-def test_with_row_dropout(device):
-    """Rows are left out before the softmax, weights after it, by two draws."""
-    inputs = flash_inputs([70, 0, 3, 20], 16, torch.float32, device)
+def both_drops(device, num_query_rows, num_heads, num_rows):
+    """``[N]`` prior weights and ``[rows, H, N]`` factors: what calls with both dropouts draw."""
     torch.manual_seed(5)
     rows = draw_dropout(drops_of(0.3, "row_dropout"), device)
     weights = draw_dropout(drops_of(P, "dropout"), device).cpu()
-    factors = weight_factors(weights, torch.arange(93 * 4), torch.arange(93))
-    prior_weights = (~dropped_rows(rows, 93)).double()
-    options = {"prior_weights": prior_weights, "weight_factors": factors.view(93, 4, 93).to(device)}
+    r, n = torch.arange(num_query_rows * num_heads), torch.arange(num_rows)
+    factors = weight_factors(weights, r, n).view(num_query_rows, num_heads, num_rows).to(device)
+    return (~dropped_rows(rows, num_rows)).double(), factors.double()
+
+
+def test_with_row_dropout(device):
+    """Rows are left out before the softmax, weights after it, by two draws."""
+    inputs = flash_inputs([70, 0, 3, 20], 16, torch.float32, device)
+    prior_weights, factors = both_drops(device, 93, 4, 93)
     assert_matches_oracle(
         seeded(jagged_flash_attention, row_dropout=0.3, dropout=P),
-        functools.partial(flash_attention_oracle, **options),
+        functools.partial(
+            flash_attention_oracle, prior_weights=prior_weights, weight_factors=factors
+        ),
         inputs,
     )
 
@@ -205,7 +212,7 @@ def test_log_sum_exps_count_all_keys(device):
     assert not torch.allclose(dropped, out)
 
 
-def attend_by_hand(module, factors, target, history, offsets, **parameters):
+def attend_by_hand(module, drops, target, history, offsets, **parameters):
     """``JaggedTargetAttention`` of one width, without recency bias, of ``[B, T, E]`` targets."""
     if module.value_projection:
         w_q, w_k, w_v = parameters["in_proj_weight"].chunk(3)
@@ -219,10 +226,12 @@ def attend_by_hand(module, factors, target, history, offsets, **parameters):
     k, v = history @ w_k.T, history @ w_v.T if module.value_projection else history
     out = flash_attention_oracle(
         *(x.unflatten(1, (module.num_heads, module.head_dim)) for x in (q, k, v)),
-        torch.arange(num_samples + 1) * num_targets, offsets, weight_factors=factors,
+        torch.arange(num_samples + 1) * num_targets, offsets,
+        prior_weights=drops[0], weight_factors=drops[1],
     ).flatten(1)  # fmt: skip
     if module.value_projection:
-        filled = (offsets.diff() > 0).repeat_interleave(num_targets).unsqueeze(1)
+        filled = [bool(rows.any()) for rows in drops[0].split(offsets.diff().tolist())]
+        filled = torch.tensor(filled, device=out.device).repeat_interleave(num_targets)[:, None]
         out = out + b_v * filled
         out = F.linear(out, parameters["out_proj.weight"], parameters["out_proj.bias"])
     return out.view(target.shape)
@@ -231,13 +240,13 @@ def attend_by_hand(module, factors, target, history, offsets, **parameters):
 @pytest.mark.parametrize("value_projection", [True, False])
 @pytest.mark.parametrize("keys_and_values", ["absorbed", "materialized"])
 def test_module(keys_and_values, value_projection, device):
-    """Output and all gradients; both ways drop the same, and add the bias of values once."""
+    """In training alone; both ways drop the same, and add the bias of values once."""
     module = make_module(
-        16, 2, recency_bias=False, value_projection=value_projection, dropout=P,
+        16, 2, recency_bias=False, value_projection=value_projection, row_dropout=0.3, dropout=P,
         keys_and_values=keys_and_values, device="meta",
     )  # fmt: skip
     inputs = make_inputs(module, [70, 0, 3, 20], device, targets=3)
-    oracle = functools.partial(attend_by_hand, module, factors_of(device, 12, 2, 93).double())
+    oracle = functools.partial(attend_by_hand, module, both_drops(device, 12, 2, 93))
     attend_with = functools.partial(attend, module)
     assert_matches_oracle(seeded(attend_with), oracle, inputs)
     module.eval()

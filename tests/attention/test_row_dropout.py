@@ -9,7 +9,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.cases import offsets_of
 from tests.combinations import each_pair
-from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs, make_module
 from tests.modules.test_self_attention import attention_peer, layer_peer, run, run_by_sample
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
 from tests.oracles import flash_attention_oracle, target_attention_oracle
@@ -140,21 +139,6 @@ def test_beside_distances_and_prior_weights(device):
 def make_history(device, width=16):
     values = torch.randn(93, width, device=device)
     return JaggedTensor(values, lengths=torch.tensor([70, 0, 3, 20], device=device))
-
-
-@pytest.mark.parametrize("keys_and_values", ["absorbed", "materialized"])
-def test_module(keys_and_values, device):
-    """In training alone; as if the rows had a prior weight of zero."""
-    options = {"row_dropout": 0.4, "keys_and_values": keys_and_values, "device": "meta"}
-    module = make_module(16, 2, **options)
-    inputs = make_inputs(module, [70, 0, 3, 20], device)
-    weights = kept(device, 93, 0.4)
-    attend_with = functools.partial(attend, module)
-    oracle = functools.partial(attend_by_sample, module, prior_weights=weights)
-    assert_matches_oracle(seeded(attend_with), oracle, inputs)
-    assert not torch.equal(attend_with(**inputs), attend_with(**inputs))
-    module.eval()
-    assert torch.equal(attend_with(**inputs), attend_with(**inputs))
 
 
 @pytest.mark.parametrize(

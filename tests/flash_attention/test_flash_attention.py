@@ -142,7 +142,8 @@ def test_window(name, window, kind, device):
 def test_window_of_biases(dtype, window, device):
     """By key, position and age, and prior weights."""
     skip_unless_supported(Case("biases", 6, 150, 2, 16, dtype=dtype), device)
-    inputs = inputs_of([9, 70, 5, 64, 0, 3], [150, 70, 0, 64, 5, 1], device, dtype, kv_heads=2)
+    lengths = [9, 70, 5, 64, 0, 3], [150, 70, 0, 64, 5, 1]
+    inputs = inputs_of(*lengths, device, dtype, bias=True, kv_heads=2)
     generator = torch.Generator().manual_seed(1)
     inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
     inputs["age_bias"] = torch.randn(70, 2, generator=generator).to(device, dtype)
@@ -234,32 +235,6 @@ def test_prior_weights(causal, kv_heads, dtype, others, device):
         timestamps = torch.arange(167, device=device) ** 2
     inputs["prior_weights"] = draw_prior_weights(167, device, torch.float32 if causal else dtype)
     assert_right(inputs, causal, timestamps=timestamps)
-
-
-def test_prior_weights_beside_a_bias_join_it(device):
-    lengths = [9, 0, 64, 1]
-    inputs = inputs_of(lengths, lengths, device, torch.float32, bias=True)
-    weights = draw_prior_weights(74, device)
-    logs = torch.where(weights > 0, weights, 1).log().masked_fill(weights == 0, -torch.inf)
-    actual = jagged_flash_attention(**inputs, prior_weights=weights)
-    inputs["bias"] = inputs["bias"] + logs.unsqueeze(1)
-    assert torch.equal(actual, jagged_flash_attention(**inputs))
-
-
-def test_keys_of_no_prior_weight_give_zeros(device):
-    inputs = inputs_of([3, 40, 2], [70, 5, 0], device)
-    inputs["prior_weights"] = torch.zeros(75, device=device)
-    inputs["prior_weights"][72] = 2
-    results = outputs_and_gradients(
-        jagged_flash_attention, inputs, torch.ones(45, 2, 8, device=device)
-    )
-    assert all(torch.isfinite(value).all() for value in results.values())
-    assert torch.all(results["out"][:3] == 0)
-    torch.testing.assert_close(
-        results["out"][3:43], inputs["v"][72:73].expand(40, 2, 8), rtol=0, atol=0
-    )
-    for name in ("k", "v", "prior_weights"):
-        assert torch.all(results[name][:70] == 0), name
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

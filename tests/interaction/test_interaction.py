@@ -247,15 +247,6 @@ def test_more_samples_than_a_grid_dimension_holds(name):
     assert_right(name, inputs_of(name, torch.arange(70_000) % 3, None, "cuda", width=8))
 
 
-@PAIR_OPS
-def test_sizes_need_not_be_told(name, device):
-    inputs = inputs_of(name, [3, 0, 7], [2, 4, 5], device)
-    expected = function_of(name)(**inputs)
-    inputs.pop("total", None)
-    inputs.pop("num_rows", None)
-    assert torch.equal(function_of(name)(**inputs), expected)
-
-
 @pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize(
     ("name", "size", "strict"),

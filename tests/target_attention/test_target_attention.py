@@ -327,21 +327,6 @@ def test_buckets_of_ages(num_targets, dtype, times, device):
     assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
 
 
-@pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9], ids=["s", "ms", "us", "ns"])
-def test_ages_of_any_unit(unit, device):
-    """Days, months and years are in different buckets."""
-    seconds = torch.tensor([86400 * days for days in (1000, 365, 180, 30, 7, 2, 1, 0)])
-    inputs = {
-        "query": torch.zeros(1, 1, 8, device=device),
-        "history": torch.eye(8, device=device),
-        "offsets": torch.tensor([0, 8], device=device),
-        "timestamps": (unit * (1_790_000_000 - seconds)).to(device),
-        "age_bias": torch.randn(160, 1, generator=torch.Generator().manual_seed(0)).to(device),
-    }
-    weights = jagged_target_attention(**inputs).flatten()
-    assert weights.unique().numel() == 8
-
-
 @pytest.mark.parametrize("layout", ["shared", "jagged"])
 @pytest.mark.parametrize("name", ["targets-48", "fp16-64", "bf16-targets-128"])
 def test_shared_and_jagged_queries(name, layout, device):
