@@ -435,7 +435,7 @@ def test_log_sum_exps(num_targets, dtype, others, path):
     ("num_targets", "dtype", "others", "path"),
     [
         (1, torch.float16, "prior tables drops", "one_warp"),
-        (4, torch.float32, "bias tables indices", "one_warp"),
+        (4, torch.float32, "prior tables drops indices", "one_warp"),
         (9, torch.float32, "prior tables drops", "few_warps"),
         (9, torch.float16, "prior tables drops", "warpgroup"),
     ],
