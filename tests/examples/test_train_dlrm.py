@@ -28,6 +28,7 @@ from checkpoint import (
     load_state,
     newest_checkpoint,
 )
+from cuda_graphs import replay_dense_layers
 from events import DataError, Events, InteractionLog, evaluation_batches
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -469,6 +470,50 @@ def test_replayed_layers_train_as_launched_ones(tmp_path):
     launched, replayed = map(results, outs)
     for pooling in poolings[1:]:
         assert_same_losses(replayed[pooling], launched[pooling], epochs=2)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_layers_are_captured_as_batches_come(tmp_path, monkeypatch, pooling):
+    """On a CPU, with graphs that take what they were captured with, by position, and compute it."""
+
+    def make_graphed_callables(functions, samples):
+        def graph(layer, function, sample):
+            def replay(*inputs):
+                for tensor, like in zip(inputs, sample, strict=True):
+                    assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
+                    assert tensor.requires_grad == like.requires_grad
+                replays.append(layer)
+                with monkeypatch.context() as patch:
+                    patch.delattr(layer, "forward")  # as when it was captured
+                    return function(*inputs)
+
+            return replay
+
+        return tuple(map(graph, layers, functions, samples))
+
+    replays = []
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed_callables)
+    log = planted_log(num_users=50)
+    examples = Events(log, max_history=5).training(0, 2 if pooling == "recency" else None)
+    batch = examples[torch.arange(8)]
+    args = parsed(monkeypatch, f"--out={tmp_path}", "--width=8")
+    model = train_dlrm.build_model(pooling, log.cardinalities(), args)
+    layers = [model.model.dense_arch, model.model.inter_arch, model.model.over_arch]
+
+    def trained():
+        model.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        return {"loss": loss} | {name: weight.grad for name, weight in model.named_parameters()}
+
+    expected = trained()
+    replay_dense_layers(model.model, 8, torch.device("cpu"))
+    for name, tensor in trained().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
+    assert replays == layers
+    model.eval()
+    model(examples[torch.arange(5)])
+    assert replays == layers
 
 
 @pytest.mark.parametrize(
