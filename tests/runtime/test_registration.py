@@ -77,6 +77,21 @@ def test_gradients_of_a_batch_are_refused(leaves, out):
         torch.autograd.grad(out, leaves, grad_out, is_grads_batched=True)
 
 
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return None
+
+
+def test_gradients_that_are_undefined(leaves, out):
+    grads = torch.autograd.grad(WithoutGradient.apply(out).sum(), leaves, allow_unused=True)
+    assert grads == (None, None)
+
+
 def attend(leaves):
     offsets = torch.tensor([0, 2, 5], device=leaves[0].device)
     return jagged_target_attention(*leaves, offsets)
