@@ -48,6 +48,10 @@ CALLS = {
     ),
     "event feature": functools.partial(events.EventBasedFeature, [TABLE], out_dim=8),
     "relevance": functools.partial(events.Relevance, num_surfaces=2),
+    "information": events.Relevance(num_surfaces=2).mutual_information,
+    "ranks": functools.partial(
+        events.rank_attributes, torch.eye(3).int(), torch.tensor([False, True, True])
+    ),
     "codes": functools.partial(semantic_ids.PackedCodes, num_codes=2),
     "pca": functools.partial(semantic_ids.DiscretePCA, embed_dim=4, num_codes=2),
     "fusion": functools.partial(semantic_ids.VQFusion, {"a": 8}, latent_dim=4, num_codes=2),
@@ -78,6 +82,8 @@ INTEGERS = {  # the least that is taken
     ("event feature", "out_dim"): 1,
     ("relevance", "num_surfaces"): 1,
     ("relevance", "num_bins"): 1,
+    ("information", "num_bins"): 1,
+    ("ranks", "count"): 1,
     ("codes", "num_codes"): 1,
     ("codes", "num_levels"): 0,
     ("pca", "embed_dim"): 1,

@@ -511,6 +511,31 @@ def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
         TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(nn.Linear(1, 1), PAIR)
 
 
+def test_goes_on_with_these_tables_for_requests_of_candidates():
+    tables = [ITEM, table("t_user", "user"), table("t_tag", "tags", width=12)]
+    bags = EmbeddingBagCollection(tables)
+    collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(
+        bags,
+        PAIR,
+        candidates="jagged",
+        candidate_features=["tags"],
+        single_lookup=True,
+        single_id_features=["user"],
+    )
+    for name, weight in table_weights(collection).items():
+        assert weight is bags.embedding_bags[name].weight
+    assert [*collection.embedding_collections["8"].embeddings] == ["t_item", "t_user"]
+    # Of requests of three candidates and of one.
+    keys, lengths = ["item", "hist", "user", "tags"], torch.tensor([3, 1, 2, 0, 1, 1, 3, 1])
+    features = KeyedJaggedTensor(keys, torch.arange(12), lengths=lengths)
+    columns = collection(features).to_dict()
+    assert torch.equal(columns["tags"], bags.embedding_bags["t_tag"].weight[8:12])
+    with pytest.raises(ValueError, match="'user' must have exactly one id"):
+        collection(
+            KeyedJaggedTensor(keys, features.values(), lengths=lengths[[0, 1, 4, 5, 2, 3, 6, 7]])
+        )
+
+
 def test_learned_weights_may_fall_below_zero():
     """Such a row counts as one whose weight is zero, also without gradients."""
     scenario = SCENARIOS["weighted"]

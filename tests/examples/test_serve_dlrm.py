@@ -480,6 +480,14 @@ def test_unusable_files_end_with_one_line(
     assert "\n" not in code
 
 
+def test_a_damaged_checkpoint_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "run.json").write_text("{}")
+    expected = "must be an object with features, options, progress, got {}"
+    code = end_of(monkeypatch, f"--run={tmp_path}")
+    assert code == f"error: {tmp_path}/step-1/run.json {expected}"
+
+
 BAD_OPTIONS = {
     "--triton x --no-compile": "--triton needs the compiled model, got --no-compile",
     "--times 0": "argument --times: must be an integer from 1 to 1000000, got '0'",

@@ -29,7 +29,7 @@ from checkpoint import (
     newest_checkpoint,
 )
 from cuda_graphs import replay_dense_layers
-from events import DataError, Events, InteractionLog, evaluation_batches
+from events import DataError, Events, InteractionLog, evaluation_batches, training_batches
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planted import planted_log
@@ -233,6 +233,17 @@ def test_negatives_are_as_frequent_as_in_training_time_and_others_in_each_epoch(
     assert abs(drawn[1] - count / 4) < 5 * (count * 1 / 4 * 3 / 4) ** 0.5
     events = Events(planted_log(num_users=50))
     assert not torch.equal(events.training(0).item, events.training(1).item)
+
+
+def test_another_seed_gives_other_examples_and_each_epoch_other_batches():
+    events, other = (Events(planted_log(num_users=50), seed=seed) for seed in (1, 2))
+    assert not torch.equal(events.training(0).item, other.training(0).item)
+    batches, *others = (
+        torch.cat(training_batches(103, 20, seed=seed, epoch=epoch))
+        for seed, epoch in ((0, 0), (1, 0), (0, 1))
+    )
+    assert len(batches.unique()) == 100
+    assert not any(torch.equal(batches, shuffled) for shuffled in others)
 
 
 @settings(max_examples=30)

@@ -67,6 +67,16 @@ def test_attention_weights_are_those_of_multihead_attention(name, prior, targets
     assert_close(weights_of(trained, **inputs, **times), expected, errors)
 
 
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 70, 1, 0]], ids=str)
+def test_attention_weights_at_edges(lengths, device):
+    for num_targets in (0, 2):
+        module = JaggedTargetAttention(16, 2, device="meta")
+        inputs = make_inputs(module, lengths, device, targets=num_targets)
+        weights = weights_of(with_parameters("default", inputs), **inputs)
+        assert weights.shape == (sum(lengths), num_targets, 2)
+        assert torch.isfinite(weights).all()
+
+
 def test_attention_weights_are_computed_in_fp32(device):
     """Under autocast, and of half-precision rows, whose weights are rounded once."""
     module = JaggedTargetAttention(16, 2, init="mha").to(device)

@@ -157,9 +157,9 @@ def test_rows_far_from_zero():
     rows = draw_rows(1000, 4)
     _, expected = fitted(rows, 8)
     with mock.patch.object(discrete_pca, "BLOCK", 64):
-        pca, errors = fitted(rows + 1e6, 8)
+        pca, errors = fitted(rows + 2**26, 8)
     assert errors[-1] == pytest.approx(expected[-1], rel=1e-3)
-    assert torch.all((pca.mean - 1e6 - rows.mean(0)).abs() < 1e-3)
+    assert torch.all((pca.mean - 2**26 - rows.mean(0)).abs() < 1e-3)
 
 
 @pytest.mark.parametrize("exponent", [-30, -23, -18, 18, 20, 30])
@@ -357,6 +357,12 @@ class Shrinking:
         (torch.ones(2, 4), {"max_steps": -1}, ValueError, "max_steps must be at least 0, got -1"),
         (
             torch.eye(4).double() * 1e50,
+            {},
+            ValueError,
+            "rows must have a scale within the range of torch.float32",
+        ),
+        (
+            torch.eye(4).double() * 1e-50,
             {},
             ValueError,
             "rows must have a scale within the range of torch.float32",

@@ -45,6 +45,7 @@ from tests.torchrec.two_ranks import (
 from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
 from torchrec_jagged_attn.collection import pooling
 from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
+from torchrec_jagged_attn.collection.id_exchange import _Ids
 from torchrec_jagged_attn.modules.owned_rows import _Transfer, start_exchange
 
 CPU = torch.device("cpu")
@@ -404,3 +405,11 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], l
     """What each function returns on each of two CPU ranks."""
     ranks = run_ranks(run_once, tmp_path_factory.mktemp("ranks"), "gloo")
     return dict(zip(ONCE, map(list, zip(*ranks, strict=True)), strict=True))
+
+
+def test_ids_are_waited_for_once():
+    """A ``StopIteration`` would end an epoch, and nobody would know."""
+    ids = _Ids(iter([None, None]))
+    ids.wait()
+    with pytest.raises(RuntimeError, match="ids must be waited for once, got a second wait"):
+        ids.wait()

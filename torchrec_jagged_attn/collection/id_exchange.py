@@ -360,10 +360,18 @@ class _Ids(Awaitable[Any]):
     def __init__(self, steps: Iterator[Received | None]) -> None:
         super().__init__()
         self._steps = steps
-        next(steps)
+        self._next()
+
+    def _next(self) -> Received | None:
+        try:
+            return next(self._steps)
+        except StopIteration:  # which a training loop would take for the end of its data
+            raise RuntimeError(
+                "ids must be waited for once, got a second wait, or one after an error"
+            ) from None
 
     def _wait_impl(self) -> Any:
-        return next(self._steps)
+        return self._next()
 
 
 class _Sizes(_Ids):

@@ -157,7 +157,7 @@ class Relevance(nn.Module):
             TypeError: ``num_bins`` is not an int.
             ValueError: ``num_bins`` does not divide the number of bins.
         """
-        check_int(num_bins, "num_bins", 1)
+        num_bins = check_int(num_bins, "num_bins", 1)
         if self.num_bins % num_bins:
             raise ValueError(f"num_bins must divide {self.num_bins}, got {num_bins}")
         return _mutual_information(self.counts.view(self.num_surfaces, num_bins, -1, 2).sum(2))

@@ -11,6 +11,7 @@ from tests.fixtures import skip_unless_supported
 from tests.modules.target_attention_inputs import attend, attend_by_sample, make_inputs, make_module
 from tests.samples import assert_other_samples_never_matter
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
+from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients, ProjectionRows
 from torchrec_jagged_attn.target_attention.kernels import projections
 from torchrec_jagged_attn.target_attention.kernels.projections import ROWS
 
@@ -135,3 +136,35 @@ def test_repeats_are_equal(num_targets, dtype):
     for _ in range(3):
         again = outputs_and_gradients(partial(attend, module), inputs, grad_out)
         assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+def test_infinities_stay_in_the_gradients_of_their_head(device):
+    """Also where a tile reads columns of the next head, too."""
+    heads, head_dim, width = 3, 5, 20
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(300, *shape, generator=generator).to(device)
+
+    q, grad_u, pooled = draw(heads, head_dim), draw(heads, width), draw(heads, width)
+    grad_q, target, grad_out, v, grad_v = (draw(heads * head_dim) for _ in range(5))
+    q[7, 1, 2] = torch.inf
+    pooled[8, 1, 3] = torch.nan
+    grad_out[9, 4] = torch.inf
+    grad_values = grad_v.view_as(q)
+    expected = ProjectionGradients(
+        w_q=grad_q.T @ target,
+        w_out=grad_out.T @ v,
+        w_k=torch.einsum("rhx,rhy->hxy", q, grad_u),
+        w_v=torch.einsum("rhx,rhy->hxy", grad_values, pooled),
+        b_in=None,
+        b_out=None,
+    )
+    found = ProjectionGradients(*(None if x is None else torch.empty_like(x) for x in expected))
+    rows = ProjectionRows(
+        grad_q, target, grad_out, v, grad_v, grad_q.new_empty(0), q, grad_u, pooled
+    )
+    projections.parameter_gradients(rows, found)
+    for grad, of_products in zip(found[:4], expected[:4], strict=True):
+        assert torch.equal(grad.isnan(), of_products.isnan())
+        assert torch.equal(grad.isinf(), of_products.isinf())
