@@ -153,7 +153,7 @@ def test_batches_are_as_the_whole(sizes, device):
 
 
 def test_rows_far_from_zero():
-    """Whose squares would hide their differences: what is left is as little."""
+    """Their squares would hide their differences; the error stays that of rows about zero."""
     rows = draw_rows(1000, 4)
     _, expected = fitted(rows, 8)
     with mock.patch.object(discrete_pca, "BLOCK", 64):
