@@ -16,7 +16,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from torchrec_jagged_attn.runtime.kernels.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
 from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
-    load_query_stats,
+    QueryStats,
+    load_grad_lse,
+    load_stats,
+    store_delta,
 )
 from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     allocate_components,
@@ -164,7 +167,10 @@ def backward_kernel(
             row_of_out = gl.arange(0, C.BLOCK_R, gl.SliceLayout(0, mma))[None, :]
             delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)
         of_rows = allocate_components(q[0].dtype, C.COMPONENTS, 2 * C.BLOCK_R, C.BLOCK_N)
-        stats = load_query_stats(outputs, grads, delta, num_rows, row, r, count, chunk)
+        maximum, inverse = load_stats(outputs, num_rows, row, r, count)
+        grad_lse = load_grad_lse(outputs, row, r, inverse)
+        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
+        stats = QueryStats(maximum, inverse, grad_lse, delta)
         draws = query_draws(biases.dropout, row + r)[:, None]
         alone = (end - begin == 1) & (split < 0)
 

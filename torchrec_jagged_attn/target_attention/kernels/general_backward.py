@@ -54,7 +54,6 @@ class Queries(NamedTuple):
     maximum: Any  # [BLOCK_R], the largest score
     inverse: Any  # [BLOCK_R], one over the total of weights
     draws: Any  # [BLOCK_R], see ``query_draws``
-    grad_lse: Any  # [BLOCK_R], see :func:`_load_grad_lse`
 
 
 @triton.jit
@@ -69,7 +68,7 @@ def _load_grad_lse(outputs, rows, inverse):
 
 
 @triton.jit
-def _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C: tl.constexpr):
+def _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scale, C: tl.constexpr):
     """Weights ``[rows, queries]`` after dropout, and the gradients of their scores.
 
     The softmax weight of a row that is ``alone`` in its sample is constant: only its log-sum-exp
@@ -82,7 +81,7 @@ def _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C: tl.c
     dp = drop_weights(dp, dropout, draws, numbers)
     if C.SCORE == "softmax":
         p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse)
-        ds = score_gradients(p, dp, queries.delta, queries.grad_lse, alone, AXIS=0)
+        ds = score_gradients(p, dp, queries.delta, grad_lse, alone, AXIS=0)
         return drop_weights(p, dropout, draws, numbers), ds
     p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)
     p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, numbers)
@@ -121,10 +120,9 @@ def _load_block(
     delta = tl.sum(grad_out.to(tl.float32) * exact, 1)
     maximum, inverse = load_stats(outputs.stats, num_rows, work.row + r, r < work.count)
     draws = query_draws(dropout_ptr, work.row + r)
-    grad_lse = _load_grad_lse(outputs, work.row + r, inverse)
-    if grad_lse is not None:
-        delta -= grad_lse
-    return Queries(q, grad_out, delta, maximum, inverse, draws, grad_lse), out
+    if outputs.grad_lse is not None:
+        delta -= _load_grad_lse(outputs, work.row + r, inverse)
+    return Queries(q, grad_out, delta, maximum, inverse, draws), out
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
@@ -158,6 +156,7 @@ def grad_query_kernel(
     queries, out = _load_block(
         query_ptr, grad_out_ptr, biases.dropout, outputs, num_rows, work, r, d, C
     )
+    grad_lse = _load_grad_lse(outputs, row + r, queries.inverse)
     delta = queries.delta
     alone = (work.end - work.begin == 1) & (work.split < 0)
 
@@ -168,7 +167,7 @@ def grad_query_kernel(
             history_ptr, samples, start, work.end, d, history_stride, out.dtype, C
         )
         bias = load_bias(biases, samples.offsets, work.sample, n, visible, r[None, :], count, C)
-        _, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
+        _, ds = _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scale, C)
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=C.PRECISION)
         if C.SCORE == "softmax":
             ds_total += tl.sum(ds, 0)
@@ -180,8 +179,8 @@ def grad_query_kernel(
         tl.store(sums.weights + work.split * room + local, ds_total, mask=local < room)
     else:
         # With ds_total added to delta, ds sum to zero, and acc is smaller by ds_total · out.
-        if queries.grad_lse is not None:
-            ds_total -= queries.grad_lse
+        if grad_lse is not None:
+            ds_total -= grad_lse
         delta += ds_total
         acc -= ds_total[:, None] * out.to(tl.float32)
         store_queries(grads.query, acc * scale, row, r, count, d, C.D)
@@ -226,6 +225,7 @@ def grad_history_kernel(
         queries, _ = _load_block(
             query_ptr, grad_out_ptr, biases.dropout, outputs, num_rows, work, r, d, C
         )
+        grad_lse = _load_grad_lse(outputs, row + r, queries.inverse)
         acc_query = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
 
     if C.P > 0:
@@ -241,7 +241,9 @@ def grad_history_kernel(
         heads = tl.zeros([C.BLOCK_N, C.BLOCK_H], tl.float32)
         if ONE_BLOCK:
             bias = load_bias(biases, samples.offsets, work.sample, n, visible, r[None, :], count, C)
-            p, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
+            p, ds = _score_gradients(
+                queries, grad_lse, x, n, biases, bias, visible, alone, scale, C
+            )
             acc_query = tl.dot(tl.trans(x), ds.to(x.dtype), acc_query, input_precision=C.PRECISION)
             if grads.history is not None:
                 grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
@@ -258,8 +260,10 @@ def grad_history_kernel(
                 )
                 draws = query_draws(biases.dropout, row + rows)
                 grad_lse = _load_grad_lse(outputs, row + rows, inverse)
-                queries = Queries(q, grad_out, delta, maximum, inverse, draws, grad_lse)
-                p, ds = _score_gradients(queries, x, n, biases, bias, visible, alone, scale, C)
+                queries = Queries(q, grad_out, delta, maximum, inverse, draws)
+                p, ds = _score_gradients(
+                    queries, grad_lse, x, n, biases, bias, visible, alone, scale, C
+                )
                 if grads.history is not None:
                     grad_x = _grad_history(grad_x, p, ds, queries, scale, x.dtype, C.PRECISION)
                 heads = add_heads(heads, ds, rows, h, x.dtype, C.H, C.ONE_TARGET)

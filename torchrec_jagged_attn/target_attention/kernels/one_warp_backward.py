@@ -18,9 +18,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from torchrec_jagged_attn.runtime.kernels.gluon import launch_dependents
 from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
 from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
+    QueryStats,
     combine_queries,
     is_last_chunk,
-    load_query_stats,
+    load_grad_lse,
+    load_stats,
+    store_delta,
 )
 from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     BLOCK_R,
@@ -313,7 +316,10 @@ def backward_kernel(
         if C.COMPONENTS > 1:
             delta = _delta_of_fp32(outputs, both, row, count, C)
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
-        stats = load_query_stats(outputs, grads, delta, num_rows, row, r, count, chunk)
+        maximum, inverse = load_stats(outputs, num_rows, row, r, count)
+        grad_lse = load_grad_lse(outputs, row, r, inverse)
+        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
+        stats = QueryStats(maximum, inverse, grad_lse, delta)
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (split < 0)
 
@@ -343,7 +349,7 @@ def backward_kernel(
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         if sums.weights is not None:
-            _subtract_means(table, weights, sums, split, count, stats.grad_lse, C)
+            _subtract_means(table, weights, sums, split, count, grad_lse, C)
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             grad_query = gl.permute(accs[column // COLUMNS], (1, 0))
             if split >= 0:
@@ -356,7 +362,7 @@ def backward_kernel(
                 if sums.weights is not None:
                     program = program_of_sample(chunk.sample, num_samples, num_splits)
                     ptr = grads.tables + program.to(gl.int64) * (C.P + C.A) * count
-                    _store_correction(sums, ptr, count, chunk, stats.grad_lse, C)
+                    _store_correction(sums, ptr, count, chunk, grad_lse, C)
     if C.P + C.A > 0:
         of_last_chunk = (chunk.length > 2 * C.CHUNK) & (split < 0) & (sums.weights is not None)
         if not of_last_chunk:

@@ -69,21 +69,31 @@ def stats_of_one(total, chunk):
 
 
 @gluon.jit
-def load_query_stats(outputs, grads, delta, num_rows, row, r, count, chunk):
-    """:class:`QueryStats` of the query rows ``r``, stored by :func:`store_stats`.
-
-    ``delta``, given as Σ grad_out · out, is stored by the first chunk of a sample, if a later
-    kernel reads it.
-    """
+def load_stats(outputs, num_rows, row, r, count):
+    """Maxima and inverse totals of the query rows ``r``, stored by :func:`store_stats`."""
     maximum = gl.load(outputs.stats + row + r, mask=r < count, other=0.0)
-    inverse = gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
+    return maximum, gl.load(outputs.stats + num_rows + row + r, mask=r < count, other=0.0)
+
+
+@gluon.jit
+def load_grad_lse(outputs, row, r, inverse):
+    """Gradients of log-sum-exps of the query rows ``r``, zero if no row is visible; or None."""
     grad_lse = None
     if outputs.grad_lse is not None:
         grad_lse = gl.load(outputs.grad_lse + row + r, mask=inverse != 0, other=0.0)
+    return grad_lse
+
+
+@gluon.jit
+def store_delta(grads, delta, grad_lse, row, r, count, chunk):
+    """``delta``, given as Σ grad_out · out, minus ``grad_lse``, if there is one. The first chunk of
+    a sample stores it, if a later kernel reads it.
+    """
+    if grad_lse is not None:
         delta -= grad_lse
     if grads.delta is not None:
         gl.store(grads.delta + row + r, delta, mask=(r < count) & (chunk.begin == 0))
-    return QueryStats(maximum, inverse, grad_lse, delta)
+    return delta
 
 
 @gluon.jit

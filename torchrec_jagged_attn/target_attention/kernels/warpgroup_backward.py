@@ -27,7 +27,9 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
 from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     combine_queries,
     is_last_chunk,
-    load_query_stats,
+    load_grad_lse,
+    load_stats,
+    store_delta,
 )
 from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     LN2,
@@ -138,9 +140,10 @@ def backward_kernel(
         out += load_rows(outputs.residual, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
         delta = gl.convert_layout(gl.sum(grad_out * out, 1), by_query)
         r = gl.arange(0, C.BLOCK_R, by_query)
-        stats = load_query_stats(outputs, grads, delta, num_rows, row, r, count, chunk)
-        # Weights beyond count are zero.
-        shift = (stats.maximum * LOG2E - gl.log2(stats.inverse))[None, :]
+        maximum, inverse = load_stats(outputs, num_rows, row, r, count)
+        grad_lse = load_grad_lse(outputs, row, r, inverse)
+        delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
+        shift = (maximum * LOG2E - gl.log2(inverse))[None, :]  # weights beyond count are zero
         draws = query_draws(biases.dropout, row + r)[None, :]
         alone = (end - begin == 1) & (split < 0)
 
@@ -167,7 +170,7 @@ def backward_kernel(
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = gl.where(visible, gl.exp2(scores - shift), 0.0)
-                ds = score_gradients(p, dp, stats.delta, stats.grad_lse, alone, AXIS=0)
+                ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=0)
             else:
                 p, slope = weights_and_slopes(scores * LN2, C.SCORE, False)
                 p = gl.where(visible, p, 0.0)
