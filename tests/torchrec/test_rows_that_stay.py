@@ -1,6 +1,6 @@
 """Rows of histories that stay with their shard: training equals that of one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +45,7 @@ from tests.torchrec.two_ranks import (
 from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
 from torchrec_jagged_attn.collection import pooling
 from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
-from torchrec_jagged_attn.collection.id_exchange import _Ids
+from torchrec_jagged_attn.collection.id_exchange import _Ids, _Sizes
 from torchrec_jagged_attn.modules.owned_rows import _Transfer, start_exchange
 
 CPU = torch.device("cpu")
@@ -407,9 +407,24 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], l
     return dict(zip(ONCE, map(list, zip(*ranks, strict=True)), strict=True))
 
 
-def test_ids_are_waited_for_once():
+def received_after(num_waits: int) -> Iterator[Any]:
+    for _ in range(num_waits):
+        yield None
+    yield "received"
+
+
+def test_ids_that_are_waited_for_twice_are_the_same():
+    """As TorchRec 1.6 does at the end of an epoch."""
+    sizes = _Sizes(received_after(2))
+    ids = sizes.wait()
+    assert sizes.wait() is ids
+    assert [ids.wait(), ids.wait()] == ["received", "received"]
+
+
+def test_ids_are_not_waited_for_again_after_an_error():
     """A ``StopIteration`` would end an epoch, and nobody would know."""
-    ids = _Ids(iter([None, None]))
-    ids.wait()
-    with pytest.raises(RuntimeError, match="ids must be waited for once, got a second wait"):
+    ids = _Ids(1 // x for x in (1, 0))
+    with pytest.raises(ZeroDivisionError):
+        ids.wait()
+    with pytest.raises(RuntimeError, match="ids must not be waited for again after an error"):
         ids.wait()

@@ -9,6 +9,7 @@ are all-to-alls of all features together, and nothing is regrouped on the way.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -355,7 +356,7 @@ def _ages(batch: KeyedJaggedTensor, of: HistoryFeatures, sample: Tensor) -> Tens
 
 
 class _Ids(Awaitable[Any]):
-    """Ids on their way."""
+    """Ids on their way. TorchRec's pipelines may wait a second time, for what came at the first."""
 
     def __init__(self, steps: Iterator[Received | None]) -> None:
         super().__init__()
@@ -366,16 +367,19 @@ class _Ids(Awaitable[Any]):
         try:
             return next(self._steps)
         except StopIteration:  # which a training loop would take for the end of its data
-            raise RuntimeError(
-                "ids must be waited for once, got a second wait, or one after an error"
-            ) from None
+            raise RuntimeError("ids must not be waited for again after an error") from None
+
+    @functools.cached_property
+    def _result(self) -> Any:
+        return self._next()
 
     def _wait_impl(self) -> Any:
-        return self._next()
+        return self._result
 
 
 class _Sizes(_Ids):
     """Sizes on their way. A pipeline waits for them one step before their ids are needed."""
 
-    def _wait_impl(self) -> _Ids:
+    @functools.cached_property
+    def _result(self) -> _Ids:
         return _Ids(self._steps)
