@@ -1,6 +1,7 @@
 # make demo    train the example model on synthetic data, with four ways of pooling, and compare them
 # make test    all tests that this machine can run
 # make test-portable    op and CPU tests with the roundings of a CPU without wide vectors
+# make test-oldest-triton    the kernels compile with the oldest Triton that the package allows
 # make check   format, lint, types, doctests, tables and plots of the docs
 # make docs    the documentation site, into site/
 #
@@ -16,6 +17,7 @@ TORCH_INDEX ?=
 # The set of versions is that of the extras.
 TORCH := $(shell grep -om1 'torch==[0-9.]*' pyproject.toml)
 TORCHREC := $(shell grep -om1 'torchrec==[0-9.]*' pyproject.toml)
+OLDEST_TRITON := triton==$(shell sed -n 's/.*"triton>=\([0-9.]*\)".*/\1/p' pyproject.toml).*
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(STACK)
@@ -33,7 +35,7 @@ KERNEL_TESTS := tests/kernels $(OPERATIONS) $(NOT_OF_KERNELS:%=--ignore-glob='*/
 # of tests/fixtures.py: the one that xdist makes by numbers of tests leaves long ones to the end.
 BY_FILES := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-portable check docs format benchmark sanitize clean
+.PHONY: demo test test-portable test-oldest-triton check docs format benchmark sanitize clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_dlrm.py
@@ -51,6 +53,10 @@ endif
 
 test-portable: $(READY)
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default $(BY_FILES) -m "not gpu" $(OPERATIONS) tests/test_every_op.py --ignore-glob='*/kernels/*'
+
+test-oldest-triton: $(READY)
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/oldest '$(OLDEST_TRITON)'
+	PYTHONPATH=$(VENV)/oldest $(BIN)/pytest -n auto tests/kernels/test_compiles_for_*.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .
