@@ -60,6 +60,8 @@ class Queries(NamedTuple):
 def _load_grad_lse(outputs, rows, inverse):
     """Gradients of log-sum-exps of ``rows``, zero if no history row is visible (``inverse`` is
     zero); None without them.
+
+    It is returned alone: a tuple that holds None cannot be, in Triton 3.6.
     """
     grad_lse = None
     if outputs.grad_lse is not None:

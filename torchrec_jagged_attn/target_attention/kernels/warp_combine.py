@@ -77,7 +77,10 @@ def load_stats(outputs, num_rows, row, r, count):
 
 @gluon.jit
 def load_grad_lse(outputs, row, r, inverse):
-    """Gradients of log-sum-exps of the query rows ``r``, zero if no row is visible; or None."""
+    """Gradients of log-sum-exps of the query rows ``r``, zero if no row is visible; or None.
+
+    It is returned alone: a tuple that holds None cannot be, in Triton 3.6.
+    """
     grad_lse = None
     if outputs.grad_lse is not None:
         grad_lse = gl.load(outputs.grad_lse + row + r, mask=inverse != 0, other=0.0)
@@ -86,8 +89,8 @@ def load_grad_lse(outputs, row, r, inverse):
 
 @gluon.jit
 def store_delta(grads, delta, grad_lse, row, r, count, chunk):
-    """``delta``, given as Σ grad_out · out, minus ``grad_lse``, if there is one. The first chunk of
-    a sample stores it, if a later kernel reads it.
+    """Return ``delta``, Σ grad_out · out, minus ``grad_lse``, if there is one. The first chunk of a
+    sample stores it, if a later kernel reads it.
     """
     if grad_lse is not None:
         delta -= grad_lse
