@@ -21,7 +21,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     get_qcomm_codecs_registry,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.types import Awaitable, ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -322,7 +322,9 @@ def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
         sent: list[int] = []
         lookup.register_post_odist_tracker_fn(lambda to=sent: to.append(1))
         context = lookup.create_context()
-        received = lookup.input_dist(context, of_length(20)).wait().wait()
+        sizes = lookup.input_dist(context, of_length(20))
+        received = sizes.wait().wait()
+        assert way == "travel by row" or sizes.wait().wait()[0] is received[0]
         lookup.compute_and_output_dist(context, received)
         (ids,) = tracked
         with mock.patch.object(lookup._lookups[0], "prefetch") as prefetch:
@@ -338,6 +340,29 @@ def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
 def test_lookups_are_tracked_and_prefetched(once):
     for travelling, staying in once[track_lookups]:
         assert staying == travelling
+
+
+def look_at_what_is_on_its_way(device: torch.device) -> list[Tensor]:
+    """What comes out without hooks, and with those that wait for what a module returns."""
+    outputs = []
+    for is_hooked in (False, True):
+        model = sharded(device, make_collection(request_time="now", init="mha"), "stay by row")
+        collection = model.module
+        if is_hooked:
+            for module in (collection.embedding_collections["8"], *collection.pooling.attentions):
+                module.register_forward_hook(wait)
+        outputs.append(model(of_length(4)).values())
+        outputs[-1].sum().backward()
+    return [x.detach() for x in outputs]
+
+
+def wait(_module: nn.Module, _inputs: tuple, output: Awaitable) -> None:
+    output.wait()
+
+
+def test_hooks_may_wait_for_rows_and_attention(once):
+    for plain, hooked in once[look_at_what_is_on_its_way]:
+        assert torch.equal(plain, hooked)
 
 
 TABLE = "embedding_collections.8.embeddings.t_item.weight"
@@ -391,6 +416,7 @@ ONCE = [
     exchange_encoded,
     record_order,
     track_lookups,
+    look_at_what_is_on_its_way,
     look_up_out_of_range,
     refuse,
 ]
@@ -407,23 +433,28 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], l
     return dict(zip(ONCE, map(list, zip(*ranks, strict=True)), strict=True))
 
 
-def received_after(num_waits: int) -> Iterator[Any]:
-    for _ in range(num_waits):
+def steps_of_an_exchange(events: list[str]) -> Iterator[Any]:
+    for event in ("sizes are sent", "ids are sent"):
+        events.append(event)
         yield None
     yield "received"
 
 
 def test_ids_that_are_waited_for_twice_are_the_same():
     """As TorchRec 1.6 does at the end of an epoch."""
-    sizes = _Sizes(received_after(2))
+    events: list[str] = []
+    sizes = _Sizes(steps_of_an_exchange(events))
+    assert events == ["sizes are sent"]
     ids = sizes.wait()
     assert sizes.wait() is ids
+    assert events == ["sizes are sent", "ids are sent"]
     assert [ids.wait(), ids.wait()] == ["received", "received"]
 
 
-def test_ids_are_not_waited_for_again_after_an_error():
+@pytest.mark.parametrize("awaitable", [_Ids, _Sizes])
+def test_ids_are_not_waited_for_again_after_an_error(awaitable: type[_Ids]):
     """A ``StopIteration`` would end an epoch, and nobody would know."""
-    ids = _Ids(1 // x for x in (1, 0))
+    ids = awaitable(1 // x for x in (1, 0))
     with pytest.raises(ZeroDivisionError):
         ids.wait()
     with pytest.raises(RuntimeError, match="ids must not be waited for again after an error"):

@@ -79,7 +79,10 @@ class _Rows(LazyAwaitable[dict[str, JaggedTensor]]):
         self._here, self._sent = here, sent
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
-        return {name: rows for wait in self._sent for name, rows in wait().items()} | self._here
+        if self._result is None:  # else a hook has looked at it
+            sent = {name: rows for wait in self._sent for name, rows in wait().items()}
+            self._result = sent | self._here
+        return self._result
 
 
 class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):

@@ -9,7 +9,6 @@ are all-to-alls of all features together, and nothing is regrouped on the way.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -356,30 +355,31 @@ def _ages(batch: KeyedJaggedTensor, of: HistoryFeatures, sample: Tensor) -> Tens
 
 
 class _Ids(Awaitable[Any]):
-    """Ids on their way. TorchRec's pipelines may wait a second time, for what came at the first."""
+    """Ids on their way. Each wait returns the same: TorchRec 1.6 waits twice as an epoch ends."""
 
     def __init__(self, steps: Iterator[Received | None]) -> None:
         super().__init__()
-        self._steps = steps
+        self._steps, self._result = steps, None
         self._next()
 
-    def _next(self) -> Received | None:
+    def _next(self) -> Any:
         try:
             return next(self._steps)
         except StopIteration:  # which a training loop would take for the end of its data
-            raise RuntimeError("ids must not be waited for again after an error") from None
-
-    @functools.cached_property
-    def _result(self) -> Any:
-        return self._next()
+            raise RuntimeError(
+                "ids must not be waited for again after an error, see the first one"
+            ) from None
 
     def _wait_impl(self) -> Any:
+        if self._result is None:
+            self._result = self._next()
         return self._result
 
 
 class _Sizes(_Ids):
     """Sizes on their way. A pipeline waits for them one step before their ids are needed."""
 
-    @functools.cached_property
-    def _result(self) -> _Ids:
-        return _Ids(self._steps)
+    def _wait_impl(self) -> _Ids:
+        if self._result is None:
+            self._result = _Ids(self._steps)
+        return self._result

@@ -190,8 +190,9 @@ class _Attention(LazyAwaitable[Tensor]):
 
     @torch.compiler.disable()
     def _wait_impl(self) -> Tensor:
-        (out,) = self._steps
-        return out
+        if self._result is None:  # else a hook has looked at it
+            (self._result,) = self._steps
+        return self._result
 
 
 @torch.compiler.disable()  # a compiled model breaks its graph here: ranks talk to each other
