@@ -1,4 +1,4 @@
-"""That results of a sample are its own: no other sample changes a bit of them."""
+"""That results of a sample depend on it alone: no other sample changes a bit of them."""
 
 from __future__ import annotations
 
