@@ -424,26 +424,14 @@ def test_dropout_of_rows_by_index(num_targets, launched):
     ],
     ids=str,
 )
-def test_log_sum_exps(num_targets, dtype, others, path):
-    inputs = make_inputs_of_lse(CPU, dtype, num_targets, 2, others, [1100, 0, 3, 1, 33])
-    with gluon_in_numpy(path == "warpgroup") as launched:
-        assert_right_with_lse(inputs)
-    assert set(launched) == {f"{path}_forward", f"{path}_backward"}
-
-
 @pytest.mark.parametrize(
-    ("num_targets", "dtype", "others", "path"),
-    [
-        (1, torch.float16, "prior tables drops", "one_warp"),
-        (4, torch.float32, "prior tables drops indices", "one_warp"),
-        (9, torch.float32, "prior tables drops", "few_warps"),
-        (9, torch.float16, "prior tables drops", "warpgroup"),
-    ],
-    ids=str,
+    ("assert_right", "longest"),
+    # Each owner of rows cuts its part of the first sample into chunks.
+    [(assert_right_with_lse, 1100), (assert_owners_merge, 2100)],
+    ids=["whole", "owners"],
 )
-def test_owners_of_rows(num_targets, dtype, others, path):
-    """Each of whom cuts its part of the first sample into chunks."""
-    inputs = make_inputs_of_lse(CPU, dtype, num_targets, 2, others, [2100, 0, 3, 1, 33])
+def test_log_sum_exps(assert_right, longest, num_targets, dtype, others, path):
+    inputs = make_inputs_of_lse(CPU, dtype, num_targets, 2, others, [longest, 0, 3, 1, 33])
     with gluon_in_numpy(path == "warpgroup") as launched:
-        assert_owners_merge(inputs)
+        assert_right(inputs)
     assert set(launched) == {f"{path}_forward", f"{path}_backward"}
