@@ -31,7 +31,7 @@ from torchrec_jagged_attn.collection.config import (
     keys_of_history,
     keys_without_tables,
 )
-from torchrec_jagged_attn.collection.history_sharding import set_histories
+from torchrec_jagged_attn.collection.history_sharding import set_fixed_rows, set_histories
 from torchrec_jagged_attn.collection.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.collection.lookup_rows import take_rows
 from torchrec_jagged_attn.collection.pooling import TargetAttentionPooling
@@ -252,10 +252,14 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         )
         # Keys of the output, by the names in a lookup of what may be read through gather indices.
         self._by_index: list[dict[str, str]] = []
-        for lookup, histories in zip(
-            self.embedding_collections.values(), self.pooling.histories(), strict=True
+        for lookup, histories, fixed_rows in zip(
+            self.embedding_collections.values(),
+            self.pooling.histories(),
+            self.pooling.fixed_rows(),
+            strict=True,
         ):
             set_histories(lookup, histories)
+            set_fixed_rows(lookup, fixed_rows)
             self._by_index.append({name: of.key for name, of in histories.items() if of.stays})
 
     @classmethod

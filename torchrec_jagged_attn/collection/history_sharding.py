@@ -61,8 +61,19 @@ def set_histories(collection: nn.Module, histories: dict[str, HistoryFeatures]) 
     collection.__dict__["_histories"] = histories
 
 
+def set_fixed_rows(collection: nn.Module, names: set[str]) -> None:
+    """Tell the sharder which features of ``collection`` have one row per sample or candidate, by
+    their names in its output.
+    """
+    collection.__dict__["_fixed_rows"] = names
+
+
 def histories_of(collection: nn.Module) -> dict[str, HistoryFeatures]:
     return collection.__dict__.get("_histories", {})
+
+
+def fixed_rows_of(collection: nn.Module) -> set[str]:
+    return collection.__dict__.get("_fixed_rows", set())
 
 
 def _codecs_of(registry: dict[str, QuantizedCommCodecs] | None) -> QuantizedCommCodecs | None:

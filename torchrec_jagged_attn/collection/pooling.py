@@ -283,6 +283,15 @@ class TargetAttentionPooling(nn.Module):
                 )
         return histories
 
+    def fixed_rows(self) -> list[set[str]]:
+        """The features of each lookup that have one row per sample or candidate, by their names in
+        its output.
+        """
+        fixed_rows: list[set[str]] = [set() for _ in range(self._num_lookups)]
+        for source in (*self._targets, *self._singles):
+            fixed_rows[source.lookup].add(source.name)
+        return fixed_rows
+
 
 def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
     """What a lookup calls each table's feature: ``feature@table`` where several tables hold it."""

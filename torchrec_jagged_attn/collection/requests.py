@@ -7,6 +7,7 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.checks import check_float, check_shape
+from torchrec_jagged_attn.collection.padding import num_rows
 from torchrec_jagged_attn.interaction.api import jagged_dense_add
 from torchrec_jagged_attn.interaction.gradients import jagged_dense_add as add_op
 
@@ -51,7 +52,7 @@ def _repeat(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     if not is_scripting():
         check_float(rows, "rows")
         check_shape(rows, "rows", "[B, D]", (offsets.numel() - 1, None))
-    zeros = rows.new_zeros((candidates.values().shape[0], rows.shape[1]))
+    zeros = rows.new_zeros((num_rows(candidates), rows.shape[1]))
     if is_scripting():
         return _add(zeros, rows, offsets)
     return jagged_dense_add(zeros, rows, offsets)
