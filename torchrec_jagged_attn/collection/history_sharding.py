@@ -47,6 +47,14 @@ from torchrec_jagged_attn.collection.id_exchange import (
     IdExchange,
     Received,
 )
+from torchrec_jagged_attn.collection.looked_up import (
+    LocalHistory,
+    LookedUp,
+    ReplicatedRows,
+    SentFeatures,
+    SentRows,
+)
+from torchrec_jagged_attn.collection.padding import PaddedJaggedTensor
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
 
 SHARDING_TYPES = (
@@ -105,10 +113,20 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         super().__init__(module, *args, **kwargs)
         group = self._env.process_group
         assert group is not None
+        histories, fixed_rows = histories_of(module), fixed_rows_of(module)
+        self._capacities: dict[str, str | None] = {}  # names, see ``padding.py``
         self._replicated: dict[int, dict[str, str]] = {}
         features: list[Feature] = []
         for at, (kind, sharding) in enumerate(self._sharding_type_to_sharding.items()):
             names = dict(zip(sharding.embedding_names(), sharding.feature_names(), strict=True))
+            self._capacities |= {
+                name: None
+                if name in fixed_rows
+                else histories[name].capacity
+                if name in histories
+                else key
+                for name, key in names.items()
+            }
             if kind == ShardingType.DATA_PARALLEL.value:
                 self._replicated[at] = names
                 continue
@@ -122,13 +140,23 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 for table in sharding.embedding_tables()
                 for name in table.embedding_names
             }
-            histories = histories_of(module)
             features += [
-                Feature(name, key, at, owners[name], sizes[name], histories.get(name))
+                Feature(
+                    name,
+                    key,
+                    at,
+                    owners[name],
+                    sizes[name],
+                    histories.get(name),
+                    self._capacities[name],
+                )
                 for name, key in names.items()
             ]
         assert self._device is not None
         self._exchange = IdExchange(features, group, self._device)
+        rank, num_ranks = group.rank(), group.size()
+        self._sent = [SentFeatures.create(x, rank, num_ranks) for x in self._exchange.groups]
+        self._local_histories = [x for x in self._exchange.features if x.stays]
         self._codecs = _codecs_of(self.qcomm_codecs_registry)
         self._orders: dict[tuple[str, ...], list[tuple[list[int], Tensor]]] = {}
         self._has_uninitialized_input_dist = False
@@ -179,8 +207,13 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        return self.exchange(self.look_up(ctx, input))
+
+    def look_up(self, ctx: EmbeddingCollectionContext, input: KJTList) -> LookedUp:
+        """Look up all rows of which this rank is an owner rank."""
         received: Received = input[0]  # pyright: ignore[reportAssignmentType]
-        rows, here = {}, {}
+        rows: dict[int, Tensor] = {}
+        replicated: list[ReplicatedRows] = []
         for at, (lookup, ids) in enumerate(zip(self._lookups, self._ids(ctx, input), strict=True)):
             found = lookup(ids)
             if self.post_lookup_tracker_fn is not None:
@@ -189,61 +222,118 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             if at not in self._replicated:
                 rows[at] = found
                 continue
-            names = self._replicated[at]
-            of_features = found.split(ids.length_per_key())
-            of_samples = ids.lengths().view(len(names), -1).unbind()
-            here |= {
-                name: JaggedTensor(values, lengths=lengths)
-                for name, values, lengths in zip(names, of_features, of_samples, strict=True)
-            }
-        staying = [of for of in self._exchange.features if of.stays]
-        parts = [*self._exchange.groups, *([of] for of in staying)]
+            names = [*self._replicated[at]]
+            capacities = [self._capacities[name] for name in names]
+            lengths = ids.lengths().view(len(names), -1)
+            replicated.append(
+                ReplicatedRows(
+                    f"lookup {at}", names, capacities, found, lengths, ids.length_per_key()
+                )
+            )
+        parts = [*self._exchange.groups, *([x] for x in self._local_histories)]
         share = 1 / self._env.world_size if get_gradient_division() else 1.0
         layout = _Layout(self._exchange.local, received.rows_of_homes, [*rows])
-        of_parts = iter(_Distribute.apply(layout, parts, share, *rows.values()))
+        distributed = iter(_Distribute.apply(layout, parts, share, *rows.values()))
         sent = [
-            self._send_back(received, of_group, order, next(of_parts))
-            for of_group, order in zip(self._exchange.groups, received.orders, strict=True)
+            self._sent_rows(received, *group, next(distributed))
+            for group in zip(self._sent, received.orders, strict=True)
         ]
-        for of in staying:
-            owned = OwnedRows(
-                next(of_parts),
-                *received.owned[of.name],
-                rows_per_home=[counts.get(of.name, 0) for counts in received.rows_of_homes],
-                samples_per_home=received.samples_of_homes,
-                owners=of.owners,
-                group=self._exchange.group,
+        histories = [
+            LocalHistory(
+                feature,
+                received.counts[feature.name],
+                OwnedRows(
+                    next(distributed),
+                    *received.owned[feature.name],
+                    rows_per_home=[x.get(feature.name, 0) for x in received.rows_of_homes],
+                    samples_per_home=received.samples_of_homes,
+                    owners=feature.owners,
+                    group=self._exchange.group,
+                ),
             )
-            here[of.name] = RemoteHistory(*received.at_home[of.name], owned)
+            for feature in self._local_histories
+        ]
         if self.post_odist_tracker_fn is not None:
             self.post_odist_tracker_fn()
-        return _Rows(here, sent)
-
-    def _send_back(
-        self,
-        received: Received,
-        of_group: list[Feature],
-        order: Tensor | None,
-        rows: Tensor,
-    ) -> Callable[[], dict[str, JaggedTensor]]:
-        """The ``rows`` of a group to their samples; of this rank's samples, to be waited for."""
-        names = [of.name for of in of_group]
-        from_owners, to_homes = (
-            [sum(of_rank.get(name, 0) for name in names) for of_rank in of_ranks]
-            for of_ranks in (received.rows_of_owners, received.rows_of_homes)
+        return LookedUp(
+            received.lengths,
+            self._exchange.features,
+            received.samples_of_homes,
+            sent,
+            histories,
+            replicated,
         )
-        codecs = self._codecs if of_group[0].history is None else None
-        get_rows = start_exchange(rows, from_owners, to_homes, self._exchange.group, codecs)
-        lengths, counts = zip(*(received.at_home[name] for name in names), strict=True)
+
+    @staticmethod
+    def _sent_rows(
+        received: Received, sent: SentFeatures, order: Tensor | None, rows: Tensor
+    ) -> SentRows:
+        names = [feature.name for feature in sent.features]
+        recv_splits, send_splits = (
+            [sum(counts.get(name, 0) for name in names) for counts in per_rank]
+            for per_rank in (received.rows_of_owners, received.rows_of_homes)
+        )
+        counts = [received.counts[name] for name in names]
+        return SentRows(sent, rows, send_splits, recv_splits, order, counts)
+
+    def exchange(self, looked_up: LookedUp) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Send rows to the source ranks of their samples, except those of local histories."""
+        names = [feature.name for feature in looked_up.features]
+        lengths = dict(zip(names, looked_up.lengths.unbind(), strict=True))
+        sent = [self._send(x, lengths) for x in looked_up.sent]
+        local: dict[str, JaggedTensor] = {}
+        for x in looked_up.replicated:
+            local |= _jagged_tensors(
+                x.features,
+                x.rows.split(x.counts),
+                x.lengths.unbind(),
+                x.capacities if looked_up.is_padded else None,
+            )
+        for x in looked_up.histories:
+            name = x.feature.name
+            local[name] = RemoteHistory(lengths[name], x.num_rows, x.owned)
+        return _Rows(local, sent)
+
+    def _send(
+        self, x: SentRows, lengths: dict[str, Tensor]
+    ) -> Callable[[], dict[str, JaggedTensor]]:
+        """Start to send rows; the function returned waits for those of this rank's samples."""
+        features = x.sent.features
+        codecs = self._codecs if features[0].history is None else None
+        get_rows = start_exchange(
+            x.rows, x.recv_splits, x.send_splits, self._exchange.group, codecs
+        )
+        order, padding = x.order, x.padding
+        capacities = None
+        if padding is not None:
+            assert order is not None
+            order = padding.index(order)
+            capacities = [feature.capacity for feature in features]
+        names = [feature.name for feature in features]
 
         def wait() -> dict[str, JaggedTensor]:
-            values = get_rows() if order is None else _Permute.apply(get_rows(), order)
-            return {
-                name: JaggedTensor(x, lengths=of_samples)
-                for name, x, of_samples in zip(names, values.split(counts), lengths, strict=True)
-            }
+            rows = get_rows()
+            if order is not None:
+                rows = _Permute.apply(rows, order, padding is None)
+            of_names = [lengths[name] for name in names]
+            return _jagged_tensors(names, rows.split(x.counts), of_names, capacities)
 
         return wait
+
+
+def _jagged_tensors(
+    names: Sequence[str],
+    rows: Sequence[Tensor],
+    lengths: Sequence[Tensor],
+    capacities: Sequence[str | None] | None,
+) -> dict[str, JaggedTensor]:
+    """JaggedTensors by name; those with a name of their capacity have padding."""
+    if capacities is None:
+        capacities = [None] * len(names)
+    return {
+        name: (JaggedTensor if capacity is None else PaddedJaggedTensor)(values, lengths=x)
+        for name, values, x, capacity in zip(names, rows, lengths, capacities, strict=True)
+    }
 
 
 class _Layout:
@@ -315,17 +405,21 @@ class _Distribute(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """``x[order]``, of each row once: the gradient is written, not added up."""
+    """``x[order]``. ``order`` has each row once, so that the gradient is written, not added up; or,
+    unless ``is_permutation``, at most once, besides padding, whose gradient is zero.
+    """
 
     @staticmethod
-    def forward(ctx, x, order):
+    def forward(ctx, x, order, is_permutation):
         ctx.save_for_backward(order)
+        ctx.shape = None if is_permutation else x.shape
         return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
-        return torch.empty_like(grad).index_copy_(0, order, grad), None
+        out = torch.empty_like(grad) if ctx.shape is None else grad.new_zeros(ctx.shape)
+        return out.index_copy_(0, order, grad), None, None
 
 
 class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):

@@ -35,6 +35,7 @@ class HistoryFeatures(NamedTuple):
     timestamps: str  # their key, or empty
     request_time: str  # its key, or empty
     is_weighted: bool  # whether batches have prior weights
+    capacity: str  # name of the capacity of its rows, see ``padding.py``
 
     @property
     def has_ages(self) -> bool:
@@ -59,6 +60,9 @@ class Feature(NamedTuple):
     owners: list[int]  # the ranks that have rows of the table, in the order of the rows
     rows_per_owner: int  # of all owners but the last
     history: HistoryFeatures | None  # what is known of it, if it is a history
+    # Name of the capacity of its rows on the source rank; None if each sample, or each candidate,
+    # has one row.
+    capacity: str | None
 
     @property
     def stays(self) -> bool:
@@ -77,8 +81,8 @@ class OwnedIds(NamedTuple):
 class Received(NamedTuple):
     """What a rank has, as home and as owner, once ids are exchanged."""
 
-    # Lengths [S] of this rank's samples, and their sum, by the names of features.
-    at_home: dict[str, tuple[Tensor, int]]
+    lengths: Tensor  # [features, B], of this rank's samples
+    counts: dict[str, int]  # rows of this rank's samples, by the names of features
     # Where the rows of each of ``IdExchange.groups`` that come back lie; None if in order.
     orders: list[Tensor | None]
     ids: dict[int, KeyedJaggedTensor]  # of each lookup; in [features, homes], as stride=1
@@ -91,8 +95,7 @@ class Received(NamedTuple):
         """As of tensors: for a pipeline, that takes this for a KeyedJaggedTensor."""
         for ids in self.ids.values():
             ids.record_stream(stream)
-        at_home = (lengths for lengths, _ in self.at_home.values())
-        for x in (*at_home, *self.orders, *itertools.chain(*self.owned.values())):
+        for x in (self.lengths, *self.orders, *itertools.chain(*self.owned.values())):
             if x is not None:
                 x.record_stream(stream)
 
@@ -176,12 +179,11 @@ class IdExchange:
         counts = None
         if self._has_positions:
             counts = ends.diff().int().view(num_blocks, num_samples)[self._staying_blocks]
-        of_features = features.lengths().view(len(self.features), num_samples)
-        at_home = zip(of_features, features.length_per_key(), strict=True)
-        at_home = dict(zip(features.keys(), at_home, strict=True))
+        lengths = features.lengths().view(len(self.features), num_samples)
+        local = lengths, dict(zip(features.keys(), features.length_per_key(), strict=True))
         orders = [self._order(of_group, features, key) for of_group in self.groups]
         columns = torch.stack(columns, dim=1)
-        return _Sizes(self._steps(num_samples, at_home, orders, of_blocks, sizes, counts, columns))
+        return _Sizes(self._steps(num_samples, local, orders, of_blocks, sizes, counts, columns))
 
     def _select(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The features of a ``batch``, in the order of ``features``."""
@@ -236,7 +238,7 @@ class IdExchange:
     def _steps(
         self,
         num_samples: int,
-        at_home: dict[str, tuple[Tensor, int]],
+        local: tuple[Tensor, dict[str, int]],
         orders: list[Tensor | None],
         of_blocks: Tensor,
         sizes: Tensor,
@@ -310,7 +312,7 @@ class IdExchange:
                 )
         blocks = iter(of_owners)
         yield Received(
-            at_home,
+            *local,
             orders,
             ids,
             owned,

@@ -22,6 +22,10 @@ class Segments(NamedTuple):
     fill: int = 0  # value of the rows behind each segment's count
 
 
+class PaddedJaggedTensor(JaggedTensor):
+    """A JaggedTensor with more rows than its lengths add up to: those behind them are padding."""
+
+
 def num_rows(sequence: JaggedTensor) -> int:
     """The number of rows of ``sequence.values()``, without reading them."""
     return sequence._values.shape[0]

@@ -270,6 +270,7 @@ class TargetAttentionPooling(nn.Module):
     def histories(self) -> list[dict[str, HistoryFeatures]]:
         """The histories of each lookup, by what it calls their rows."""
         histories: list[dict[str, HistoryFeatures]] = [{} for _ in range(self._num_lookups)]
+        capacities = self.capacities()
         for attention, encoder in zip(self._attentions, self.encoders, strict=True):
             stays = not any(encoder.children()) and len(attention.histories) == 1
             for source in attention.histories:
@@ -280,8 +281,22 @@ class TargetAttentionPooling(nn.Module):
                     attention.timestamps,
                     attention.request_time,
                     self._is_weighted,
+                    capacities[source.feature],
                 )
         return histories
+
+    def capacities(self) -> dict[str, str]:
+        """Names of the capacities of histories and their timestamps, by keys of batches.
+
+        Features with equal numbers of rows share a capacity, which has the name of one of them.
+        """
+        names: dict[str, str] = {}
+        for attention in self._attentions:
+            keys = [*attention.features, *([attention.timestamps] if attention.timestamps else [])]
+            known = {names[key] for key in keys if key in names}
+            names |= {key: attention.features[0] for key, name in names.items() if name in known}
+            names |= dict.fromkeys(keys, attention.features[0])
+        return names
 
     def fixed_rows(self) -> list[set[str]]:
         """The features of each lookup that have one row per sample or candidate, by their names in
