@@ -588,8 +588,7 @@ def test_rows_that_stay(value_projection, group, device, monkeypatch, programs):
         rows = draw(sum(lengths), width, device=device)
         of_rows = torch.tensor(lengths, device=device)
         positions = torch.cat([torch.arange(-n, 0, device=device) for n in lengths])
-        counts = [sum(lengths)], [len(lengths)]
-        owned = OwnedRows(rows, of_rows, positions, None, None, *counts, [0], group)
+        owned = OwnedRows(rows, of_rows, positions, None, None, [len(lengths)], [0], group)
         target = JaggedTensor(
             draw(sum(num_targets), width, device=device), offsets=offsets_of(num_targets, device)
         )

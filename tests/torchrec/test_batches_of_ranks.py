@@ -226,11 +226,17 @@ def test_ranks_without_a_sample(on_ranks: OnRanks, name: str, way: str):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_is_dropped_if_a_rank_has_no_sample(on_ranks: OnRanks, way: str):
-    for outputs in on_ranks:
+def test_dropout_if_a_rank_has_no_sample(on_ranks: OnRanks, way: str):
+    """If rows are sent, the same is dropped for every sharding; else each rank draws anew."""
+    for rank, outputs in enumerate(on_ranks):
         for sizes in ((3, 0), (0, 2)):
             name = f"dropped {sizes}"
-            assert_same_run(outputs[way][name], outputs["travel"][name])
+            assert outputs[way][name].shape == (sizes[rank], 24)
+            if way.startswith("travel"):
+                assert_same_run(outputs[way][name], outputs["travel"][name])
+            elif sizes[rank]:
+                assert outputs[way][name].isfinite().all()
+                assert not torch.equal(outputs[way][name], outputs["travel"][name])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,5 +1,6 @@
 """Rows of histories that stay with their shard: training equals that of one process."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
@@ -23,7 +23,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import Awaitable, ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.torchrec.test_batches_of_ranks import KEYS, make_collection, sharded
 from tests.torchrec.test_distributed import assert_equal_training
@@ -42,11 +42,15 @@ from tests.torchrec.two_ranks import (
     train,
     train_unsharded,
 )
-from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
+from torchrec_jagged_attn import (
+    EncoderConfig,
+    HistoryEmbeddingCollectionSharder,
+    JaggedTargetAttention,
+)
 from torchrec_jagged_attn.collection import pooling
 from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
 from torchrec_jagged_attn.collection.id_exchange import _Ids, _Sizes
-from torchrec_jagged_attn.modules.owned_rows import _Transfer, start_exchange
+from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, _Transfer, start_exchange
 
 CPU = torch.device("cpu")
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
@@ -115,7 +119,7 @@ def train_sharded(device: torch.device, sharding: ShardingType) -> dict[str, dic
 
 def on_each_rank(device: torch.device) -> dict[Any, Any]:
     trained = {sharding: train_sharded(device, sharding) for sharding in (ROW_WISE, TABLE_WISE)}
-    return trained | {"dropped": forward_seeded(device)}
+    return trained | {"dropped": weights_with_dropout(device)}
 
 
 OnRanks = list[dict[Any, Any]]
@@ -171,36 +175,106 @@ def test_tables_that_are_sharded_in_several_ways(tmp_path: Path, backend: str):
         assert_equal_training([x[name] for x in ranks], expected, model, name)
 
 
-BOTH = {"row_dropout": 0.4, "dropout": 0.4}
-DROPPED: list[dict[str, Any]] = [
-    {"row_dropout": 0.4, "max_history": 2},
-    {"dropout": 0.4},
-    BOTH | {"score": "silu", "value_projection": True, "init": "mha", "candidates": "jagged"},
-]
+NUM_TARGETS, LENGTH = 3, 500
+DROPOUT: dict[str, dict[str, float]] = {
+    "none": {},
+    "rows": {"row_dropout": 0.4},
+    "weights": {"dropout": 0.4},
+}
+RUNS = {"first": 7, "again": 7, "other seed": 8, "eval": 7}
+"""Seeds by run."""
 
 
-def forward_seeded(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Losses where rows stay, and where they travel, of the same seeds."""
-    results = []
-    for options in DROPPED:
-        losses = []
-        for sharding, sharder in (
-            (ROW_WISE, None),
-            (TABLE_WISE, None),
-            (ROW_WISE, EmbeddingCollectionSharder()),
-        ):
-            model = make_sharded(device, sharding, make("default", **options), sharder=sharder)
-            torch.manual_seed(7 + dist.get_rank())
-            losses.append(torch.stack([loss for loss, _ in train(model, device)]))
-        results.append(losses)
+def attention_weights(
+    attention: JaggedTargetAttention, features: KeyedJaggedTensor, history: RemoteHistory
+) -> Tensor:
+    """``[N', H, T]`` weights of the rows on this rank, read from the gradient of the rows: queries
+    are zero, so that a gradient of one column of an output is the weight in that column of rows.
+    """
+    num_samples = features.stride()
+    target = JaggedTensor(
+        features.lengths().new_zeros(num_samples * NUM_TARGETS, 8).float(),
+        lengths=features.lengths().new_full((num_samples,), NUM_TARGETS),
+    )
+    out = attention(target, history, features["times"].values()).wait()
+    grad = torch.zeros(num_samples, NUM_TARGETS, 2, 4, device=out.device)
+    for i in range(NUM_TARGETS):
+        grad[:, i, :, i] = 1
+    (rows,) = torch.autograd.grad(out, history.owned.rows, grad.view_as(out))
+    return rows.view(-1, 2, 4)[..., :NUM_TARGETS]
+
+
+def weights_with_dropout(device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """``[N', H, T]`` weights of each run, and the sample and position of each row."""
+    model = sharded(device, make_collection(), "stay by row")
+    features = of_length(LENGTH).to(device)
+    results: dict[str, dict[str, Tensor]] = {}
+    for name, options in DROPOUT.items():
+        torch.manual_seed(0)
+        attention = JaggedTargetAttention(8, 2, age_bias=True, device=device, **options)
+        results[name] = {}
+        for run, seed in RUNS.items():
+            attention.train(run != "eval")
+            history = model.module.embedding_collections["8"](features)["hist"]
+            torch.manual_seed(seed)
+            results[name][run] = attention_weights(attention, features, history)
+        lengths = history.owned.lengths
+        results[name] |= {
+            "sample": torch.arange(len(lengths), device=device).repeat_interleave(lengths),
+            "position": history.owned.positions,
+        }
     return results
 
 
-def test_the_same_is_dropped_wherever_rows_are(ranks: OnRanks):
-    for results in ranks:
-        for by_row, by_table, travelling in results["dropped"]:
-            assert_same_run(by_row, travelling, num_steps=None)
-            assert_same_run(by_table, travelling, num_steps=None)
+def of_all_ranks(ranks: OnRanks, name: str) -> dict[str, Tensor]:
+    """Weights ``[samples, rows, H, T]`` by run, put together from the rows of all ranks."""
+    weights = {}
+    num_samples = 3 * len(ranks)
+    for run in RUNS:
+        weights[run] = torch.full((num_samples, LENGTH, 2, NUM_TARGETS), torch.nan)
+        for results in ranks:
+            dropped = results["dropped"][name]
+            weights[run][dropped["sample"], dropped["position"]] = dropped[run]
+        assert not weights[run].isnan().any()
+    return weights
+
+
+def assert_share(is_dropped: Tensor, p: float) -> None:
+    """Within five standard deviations of independent draws."""
+    deviation = (p * (1 - p) / is_dropped.numel()) ** 0.5
+    assert abs(is_dropped.float().mean().item() - p) < 5 * deviation
+
+
+@pytest.mark.parametrize("name", ["rows", "weights"])
+def test_seeds_decide_what_is_dropped(ranks: OnRanks, name: str):
+    weights, kept = of_all_ranks(ranks, name), of_all_ranks(ranks, "none")["first"]
+    assert torch.equal(weights["first"], weights["again"])
+    assert torch.equal(weights["eval"], kept)
+    dropped, others = weights["first"] == 0, weights["other seed"] == 0
+    assert_share(dropped[..., 0, 0] != others[..., 0, 0], 2 * 0.4 * 0.6)
+
+
+def test_dropped_rows(ranks: OnRanks):
+    """Of all heads and targets, and independently for each sample, whichever rank it is from."""
+    weights, kept = (of_all_ranks(ranks, name)["first"] for name in ("rows", "none"))
+    dropped = weights == 0
+    rows = dropped[..., 0, 0]
+    assert torch.equal(dropped, rows[..., None, None].expand_as(dropped))
+    assert_share(rows, 0.4)
+    for a, b in itertools.combinations(rows, 2):
+        assert_share(a != b, 2 * 0.4 * 0.6)
+    expected = kept.masked_fill(dropped, 0)
+    assert_same_run(weights, expected / expected.sum(1, keepdim=True))
+
+
+def test_dropped_weights(ranks: OnRanks):
+    """Independently for each sample, head and target; the others are divided by 0.6."""
+    weights, kept = (of_all_ranks(ranks, name)["first"] for name in ("weights", "none"))
+    dropped = weights == 0
+    assert_share(dropped, 0.4)
+    for a, b in itertools.combinations(dropped.transpose(1, 3).flatten(0, 2), 2):
+        assert_share(a != b, 2 * 0.4 * 0.6)
+    assert_same_run(weights, kept.masked_fill(dropped, 0) / 0.6)
 
 
 def of_length(length: int) -> KeyedJaggedTensor:

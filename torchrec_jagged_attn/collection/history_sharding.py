@@ -245,8 +245,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 OwnedRows(
                     next(distributed),
                     *received.owned[feature.name],
-                    rows_per_home=[x.get(feature.name, 0) for x in received.rows_of_homes],
-                    samples_per_home=received.samples_of_homes,
+                    samples_per_rank=received.samples_of_homes,
                     owners=feature.owners,
                     group=self._exchange.group,
                 ),
@@ -301,7 +300,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         features = x.sent.features
         codecs = self._codecs if features[0].history is None else None
         get_rows = start_exchange(
-            x.rows, x.recv_splits, x.send_splits, self._exchange.group, codecs
+            x.rows, x.recv_splits, x.send_splits, self._env.process_group, codecs
         )
         order, padding = x.order, x.padding
         capacities = None

@@ -133,6 +133,10 @@ class LocalHistory(NamedTuple):
             f"{name}: rows": segment(owned.rows),
             f"{name}: lengths": owned.lengths,
             f"{name}: positions": segment(owned.positions),
+            # Of the rows on all owner ranks, of which nothing is read but their number.
+            f"{name}: placeholder": Segments(
+                owned.rows.new_empty(self.num_rows, 0), [self.num_rows], [self.feature.capacity]
+            ),
         }
         if owned.ages is not None:
             tensors[f"{name}: ages"] = segment(owned.ages)

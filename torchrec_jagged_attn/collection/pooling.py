@@ -21,6 +21,7 @@ from torchrec_jagged_attn.collection.batch_checks import (
 )
 from torchrec_jagged_attn.collection.config import TargetAttentionConfig, find_features
 from torchrec_jagged_attn.collection.id_exchange import HistoryFeatures
+from torchrec_jagged_attn.collection.padding import PaddedJaggedTensor
 from torchrec_jagged_attn.collection.requests import repeat_per_candidate
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
@@ -307,6 +308,11 @@ class TargetAttentionPooling(nn.Module):
             fixed_rows[source.lookup].add(source.name)
         return fixed_rows
 
+    def fixed_keys(self) -> set[str]:
+        """The keys of batches that have one value per sample or candidate."""
+        keys = {source.feature for source in (*self._targets, *self._singles)}
+        return keys | {x.request_time for x in self._attentions if x.request_time}
+
 
 def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
     """What a lookup calls each table's feature: ``feature@table`` where several tables hold it."""
@@ -449,6 +455,8 @@ def _segment_reduce(
     As FBGEMM takes it: added up in fp32 and rounded to the dtype of the rows, and the mean of
     weighted rows is divided by their number.
     """
+    if not is_scripting() and _have_padding(sequences):
+        return _segment_reduce_padded(sequences, weights, mode)
     looked_up = _join([sequence.values() for sequence in sequences], 0)
     rows = looked_up.float()
     if weights is not None:
@@ -457,6 +465,23 @@ def _segment_reduce(
     reduced = torch.segment_reduce(rows, mode, lengths=lengths, initial=0, unsafe=True)
     by_sample = reduced.view(len(sequences), -1, rows.shape[1]).transpose(0, 1)
     return by_sample.to(looked_up.dtype, memory_format=torch.contiguous_format).flatten(1)
+
+
+def _have_padding(sequences: list[JaggedTensor]) -> bool:
+    return len(sequences) > 1 and any(isinstance(x, PaddedJaggedTensor) for x in sequences)
+
+
+def _segment_reduce_padded(
+    sequences: list[JaggedTensor], weights: list[Tensor] | None, mode: str
+) -> Tensor:
+    """:func:`_segment_reduce` of each sequence by itself, since padding is between them. Gradients
+    of padding are zero.
+    """
+    reduced = [
+        _segment_reduce([sequence], None if weights is None else [weights[i]], mode)
+        for i, sequence in enumerate(sequences)
+    ]
+    return torch.cat(reduced, dim=1)
 
 
 @torch.fx.wrap

@@ -1,18 +1,20 @@
-"""Attention over history rows that stay on the ranks whose shards contain them.
+"""Attention over history rows on the ranks whose shards contain them.
 
-The *home* of a sample is the rank whose batch contains it, the *owner* of a row the rank whose
-shard contains it. Homes send queries ``[E]`` to all owners. Owners compute attention over the rows
-that they have of each sample, and return the outputs and the log-sum-exps of the scores. Homes add
-up the outputs, in the order of the ranks, weighted by the softmax of the log-sum-exps: the output
-over the whole history. Backward reverses these steps, and gradients of rows remain with their
-owners. How much is sent does not depend on the lengths of histories.
+The *source rank* of a sample is the rank whose batch contains it, the *owner rank* of a row the
+rank whose shard contains it. Source ranks send queries ``[E]`` to all owner ranks. Owner ranks
+compute attention over their rows of each sample, and return the outputs and the log-sum-exps of the
+scores. Source ranks add up the outputs, in the order of the ranks, weighted by the softmax of the
+log-sum-exps: the output over the whole history. Backward reverses these steps, and gradients of
+rows remain on their owner ranks. How much is sent does not depend on the lengths of histories.
+
+All sizes and splits are known to the host without reading lengths, so that a CUDA graph can capture
+these steps. Rows behind the last sample are ignored.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,29 +37,24 @@ from torchrec_jagged_attn.target_attention.arguments import ProjectionWeights, T
 
 
 class OwnedRows(NamedTuple):
-    """What this rank's shard has of a history of the samples of all ranks, home by home."""
+    """History rows on this rank, of the samples of all ranks, by source rank."""
 
     rows: Tensor  # [N', D]; their gradient goes to the table
     lengths: Tensor  # [S] int64, how many of them each sample has
     positions: Tensor  # [N'] int64, of each row in its whole history, where -1 is the newest
     ages: Tensor | None  # [N'] int64
     prior_weights: Tensor | None  # [N']
-    rows_per_home: list[int]  # how many of the rows each home's samples have
-    samples_per_home: list[int]
+    samples_per_rank: list[int]  # of each source rank
     owners: list[int]  # the ranks that have rows of the table; others have no sample here
     group: dist.ProcessGroup
-
-    def of_homes(self, samples: list[int]) -> Iterator[OwnedRows]:
-        """Those of each home, of which this owner has so many ``samples``."""
-        rows = self.rows_per_home
-        sizes = rows, samples, rows, rows, rows
-        split = (_split(x, of_x) for x, of_x in zip(self[:5], sizes, strict=True))
-        return (OwnedRows(*x, *self[5:]) for x in zip(*split, strict=True))  # pyright: ignore
+    # With jagged queries, their number on each source rank. By default it is gathered in each call;
+    # an empty list is filled in the first one.
+    queries_per_rank: list[int] | None = None
 
 
 class RemoteHistory(JaggedTensor):
-    """A history as its home has it, whose rows are on their owners: its values are NaN ``[N, D]``
-    that take no memory, and ``owned`` is what this rank has of the histories of all homes.
+    """A history whose rows are on their owner ranks. ``values()`` is a NaN placeholder ``[N, D]``,
+    one expanded scalar; ``owned`` are this rank's rows of the histories of all ranks.
     """
 
     def __init__(self, lengths: Tensor, num_rows: int, owned: OwnedRows) -> None:
@@ -68,7 +65,9 @@ class RemoteHistory(JaggedTensor):
         self.owned = owned
 
     def without_samples(self) -> RemoteHistory:
-        """The same of a home without samples, of which owners have one that is empty."""
+        """A copy with zero samples. Owner ranks still have an empty one, because TorchRec cannot
+        look up an empty batch.
+        """
         return RemoteHistory(self.lengths()[:0], 0, self.owned)
 
 
@@ -148,40 +147,42 @@ def start_exchange(
     return functools.partial(_Finish.apply, started, transfer, received, sent)
 
 
-class _Homes(NamedTuple):
-    """How many rows of something each home has, such as samples or queries."""
+class _Splits(NamedTuple):
+    """How the samples, or the queries, of each source rank are sent to owner ranks and back."""
 
-    counts: list[int]
+    counts: list[int]  # of each source rank
     owners: list[int]
     group: dist.ProcessGroup
 
     @property
-    def own(self) -> int:
+    def local_count(self) -> int:
         return self.counts[self.group.rank()]
 
     @property
-    def here(self) -> list[int]:
-        """Those that this rank receives from each home: none, unless it is an owner."""
+    def recv_splits(self) -> list[int]:
+        """Received by this rank from each source rank: none, unless it is an owner rank."""
         return self.counts if self.group.rank() in self.owners else [0] * len(self.counts)
 
     @property
-    def per_rank(self) -> list[int]:
-        """Those that this home sends to each rank."""
-        return [self.own if rank in self.owners else 0 for rank in range(len(self.counts))]
+    def send_splits(self) -> list[int]:
+        """Sent by this source rank to each rank."""
+        return [self.local_count if rank in self.owners else 0 for rank in range(len(self.counts))]
 
     def to_owners(self, x: Tensor) -> Callable[[], Tensor]:
-        """``[own, …]`` of this home to all owners: ``[sum of here, …]``, of all homes."""
+        """Send ``x`` ``[local_count, …]`` to every owner rank. Returns a function that waits for
+        what was received, concatenated over source ranks.
+        """
         copies = x.expand(len(self.owners), *x.shape).flatten(0, 1)
-        return start_exchange(copies, self.here, self.per_rank, self.group)
+        return start_exchange(copies, self.recv_splits, self.send_splits, self.group)
 
     def from_owners(self, x: Tensor) -> Tensor:
-        """The way back: ``[owners, own, …]``, what each owner made for this home."""
-        out = start_exchange(x, self.per_rank, self.here, self.group)()
-        return out.view(len(self.owners), self.own, *x.shape[1:])
+        """Send results back: ``[owners, local_count, …]``, of each owner rank."""
+        out = start_exchange(x, self.send_splits, self.recv_splits, self.group)()
+        return out.view(len(self.owners), self.local_count, *x.shape[1:])
 
 
 class _Attention(LazyAwaitable[Tensor]):
-    """Attention whose queries are on their way to the owners."""
+    """Attention whose queries are being sent to the owner ranks."""
 
     def __init__(self, steps: Iterator[Tensor]) -> None:
         super().__init__()
@@ -205,7 +206,7 @@ def attend_at_owners(
     options: Options,
     dtype: torch.dtype,
 ) -> LazyAwaitable[Tensor]:
-    """``JaggedTargetAttention.forward`` over rows that stay: ``[B, E]`` of a query ``[B, C]``, or
+    """``JaggedTargetAttention.forward`` on the owner ranks: ``[B, E]`` of a query ``[B, C]``, or
     ``[ΣT, E]`` of ``[ΣT, C]`` with offsets ``[B + 1]``; products and output are of ``dtype``.
 
     Queries are sent at once. All else is computed when the output is waited for, which all ranks
@@ -232,42 +233,25 @@ def _attend_in_steps(
 ) -> Iterator[Tensor]:
     """See :func:`attend_at_owners`: yields once when queries are sent, and then the output."""
     owned, num_queries = history.owned, query.shape[0]
-    samples = queries = _Homes(owned.samples_per_home, owned.owners, owned.group)
-    missing = samples.own - history.lengths().shape[0]  # one, where there is no sample
-    drops = options.row_drops, options.weight_drops
-    counts = ends = None
-    seeds: list[tuple[Tensor | None, ...]] = []
+    samples = queries = _Splits(owned.samples_per_rank, owned.owners, owned.group)
+    missing = samples.local_count - history.lengths().shape[0]  # one, if there is no sample
+    counts = None
     if query_offsets is None:
         query = F.pad(query, (0, 0, 0, missing)) if missing else query
     else:
         counts = samples.to_owners(F.pad(query_offsets.diff().long(), (0, missing)))()
-        queries = _Homes(_gather_counts(query, owned.group), owned.owners, owned.group)
-    if any(drops):
-        ends = samples.to_owners(F.pad(history.offsets()[1:].long(), (0, missing)))()
-        seeds = _gather_seeds(drops, owned)
+        queries = _Splits(_queries_per_rank(query, owned), owned.owners, owned.group)
     with autocast_off(owned.rows):
         w_q, w_k, w_v, b_q, b_v = _projections(weights, dtype)
         get_q = queries.to_owners(F.linear(query.to(dtype), w_q, b_q))
     yield query
 
-    # As an owner: of the samples and queries of all homes.
+    # On the owner rank: of the samples and queries of all source ranks.
     of_heads = options.num_heads, w_k.shape[0] // options.num_heads
     with autocast_off(owned.rows):
         u = _by_head(get_q(), w_k.unflatten(0, of_heads)).to(owned.rows.dtype)
         u = u.unflatten(1, (options.num_heads, -1))
-        attend = functools.partial(_attend, biases, options, of_heads[1] ** -0.5)
-        if ends is None:
-            pooled, lse = attend(u, counts, owned)
-        else:  # by home, since each has its own seeds
-            of_homes = zip(
-                u.split(queries.here),
-                _split(counts, samples.here),
-                owned.of_homes(samples.here),
-                ends.split(samples.here),
-                seeds,
-                strict=True,
-            )
-            pooled, lse = map(torch.cat, zip(*itertools.starmap(attend, of_homes), strict=True))
+        pooled, lse = _attend(u, counts, owned, biases, options, of_heads[1] ** -0.5)
         if w_v is None:  # the columns of each head
             values = pooled.unflatten(2, of_heads).diagonal(dim1=1, dim2=2).mT.flatten(1)
         else:
@@ -275,7 +259,7 @@ def _attend_in_steps(
         sums = torch.promote_types(values.dtype, torch.float32)
         parts = torch.cat([values.to(sums), lse.to(sums)], dim=1)
 
-        # As a home: of its own queries.
+        # On the source rank: of its own queries.
         parts = queries.from_owners(parts)
         if missing:
             parts = parts[:, :num_queries]
@@ -324,51 +308,45 @@ def _projections(
     return w_q, w_k.to(dtype), w_v, b_q, b_v
 
 
-def _gather_counts(x: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """How many rows ``x`` has on each rank."""
-    counts = torch.empty(group.size(), dtype=torch.int64, device=x.device)
-    dist.all_gather_into_tensor(counts, counts.new_full((1,), x.shape[0]), group=group)
-    return counts.tolist()
-
-
-def _gather_seeds(drops: tuple[int, int], owned: OwnedRows) -> list[tuple[Tensor | None, ...]]:
-    """What rows and weights of each home are dropped by, drawn there as any attention draws it."""
-    device = owned.rows.device
-    drawn = (draw_dropout(n, device) for n in drops)
-    nothing = torch.zeros(2, dtype=torch.int64, device=device)
-    own = torch.cat([nothing if x is None else x for x in drawn])
-    of_all = own.new_empty(len(owned.samples_per_home) * 4)
-    dist.all_gather_into_tensor(of_all, own, group=owned.group)
-    return [
-        tuple(x if n else None for x, n in zip(of_home, drops, strict=True))
-        for of_home in of_all.view(-1, 2, 2)
-    ]
+def _queries_per_rank(query: Tensor, owned: OwnedRows) -> list[int]:
+    """The number of queries of each rank, gathered unless it is known."""
+    known = owned.queries_per_rank
+    if known:
+        return known
+    counts = torch.empty(owned.group.size(), dtype=torch.int64, device=query.device)
+    dist.all_gather_into_tensor(counts, counts.new_full((1,), query.shape[0]), group=owned.group)
+    queries_per_rank = counts.tolist()
+    if known is not None:
+        known += queries_per_rank
+    return queries_per_rank
 
 
 def _attend(
-    biases: Biases,
-    options: Options,
-    scale: float,
     u: Tensor,
     counts: Tensor | None,
     owned: OwnedRows,
-    ends: Tensor | None = None,
-    seeds: tuple[Tensor | None, ...] = (None, None),
+    biases: Biases,
+    options: Options,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """``[R, H, D]`` of queries ``u`` (``[R, H, D]``; ``counts [S]`` of each sample, if not one)
-    over the rows of this owner, and log-sum-exps ``[R, H]``; without a softmax, ``[R, 0]``.
+    over the rows of this rank, and log-sum-exps ``[R, H]``; without a softmax, ``[R, 0]``.
 
-    Rows and weights are dropped by ``seeds``, for the numbers that rows have at home: ``ends [S]``
-    are those after the newest row of each sample.
+    Each rank draws its own seeds: no other has its rows.
     """
-    lengths, positions = owned.lengths, owned.positions
-    zeros = torch.zeros_like(lengths)
-    if ends is not None:
-        positions = positions + ends.repeat_interleave(lengths, output_size=positions.shape[0])
+    offsets, positions = _offsets(owned.lengths), owned.positions
+    zeros = ends = torch.zeros_like(owned.lengths)
+    if options.row_drops:
+        # Rows are dropped by their numbers, which must differ between samples: sample s has those
+        # below (s + 1) << 32. Weights are dropped by their queries, too.
+        rows = torch.arange(positions.shape[0], device=positions.device)
+        samples = torch.arange(1, offsets.shape[0], device=positions.device)
+        positions = positions + (torch.bucketize(rows, offsets, right=True) << 32)
+        ends = samples << 32
     args = TargetArguments(
         query=u.unsqueeze(1) if counts is None else u,
         history=owned.rows,
-        offsets=_offsets(lengths),
+        offsets=offsets,
         query_offsets=None if counts is None else _offsets(counts),
         indices=None,
         biases=Biases(
@@ -377,11 +355,11 @@ def _attend(
             biases.age_bias,
             timestamps=None if owned.ages is None else -owned.ages,
             request_time=None if owned.ages is None else zeros,
-            row_dropout=seeds[0],
-            dropout=seeds[1],
+            row_dropout=draw_dropout(options.row_drops, u.device),
+            dropout=draw_dropout(options.weight_drops, u.device),
         ),
         row_numbers=positions,
-        row_number_ends=zeros if ends is None else ends,
+        row_number_ends=ends,
         scale=scale,
         score=options.score,
         num_levels=0,
@@ -391,10 +369,6 @@ def _attend(
         out, lse = target_attention_with_lse(args)
         return out.view(u.shape), lse.view(u.shape[:2])
     return call_target_attention(*flatten(args)).view(u.shape), u.new_empty(u.shape[0], 0)
-
-
-def _split(x: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
-    return [None] * len(sizes) if x is None else x.split(sizes)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
