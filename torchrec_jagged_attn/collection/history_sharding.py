@@ -153,6 +153,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 for name, key in names.items()
             ]
         assert self._device is not None
+        # A training pipeline may replace the group of the exchange of ids.
+        self._group = group
         self._exchange = IdExchange(features, group, self._device)
         rank, num_ranks = group.rank(), group.size()
         self._sent = [SentFeatures.create(x, rank, num_ranks) for x in self._exchange.groups]
@@ -247,7 +249,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                     *received.owned[feature.name],
                     samples_per_rank=received.samples_of_homes,
                     owners=feature.owners,
-                    group=self._exchange.group,
+                    group=self._group,
                 ),
             )
             for feature in self._local_histories
@@ -299,9 +301,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         """Start to send rows; the function returned waits for those of this rank's samples."""
         features = x.sent.features
         codecs = self._codecs if features[0].history is None else None
-        get_rows = start_exchange(
-            x.rows, x.recv_splits, x.send_splits, self._env.process_group, codecs
-        )
+        get_rows = start_exchange(x.rows, x.recv_splits, x.send_splits, self._group, codecs)
         order, padding = x.order, x.padding
         capacities = None
         if padding is not None:
