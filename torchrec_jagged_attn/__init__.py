@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         JaggedSelfAttention,
         JaggedTargetAttention,
     )
+    from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "JaggedTargetAttention",
     "TargetAttentionConfig",
     "TargetAttentionEmbeddingBagCollection",
+    "TrainPipelineCudaGraph",
     "embedding_bag_keys",
     "embedding_parameters",
     "jagged_dense_bmm",
@@ -62,7 +64,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from torchrec_jagged_attn import collection, modules
+        from torchrec_jagged_attn import collection, modules, pipeline
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{name} needs TorchRec: pip install 'torchrec_jagged_attn[torchrec]' ({error})"
@@ -75,4 +77,4 @@ def __getattr__(name: str) -> object:
             "With a CUDA torch: pip install 'torchrec_jagged_attn[torchrec]' "
             f"({error.__cause__ or error})"
         ) from error
-    return getattr(collection if hasattr(collection, name) else modules, name)
+    return next(getattr(x, name) for x in (collection, modules, pipeline) if hasattr(x, name))

@@ -12,12 +12,15 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_jagged_attn.checks import check_finite, check_float, check_integers, should_validate
+from torchrec_jagged_attn.collection.padding import PaddedFeatures
 from torchrec_jagged_attn.layout import check_order
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory
 
 
 def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
     """The rows of a key, repeated where several samples have them, as lookups do."""
+    if not is_scripting() and isinstance(features, PaddedFeatures):
+        return features.rows_of(name)
     sequence = features[name]
     if not is_scripting() and features.variable_stride_per_key():
         keys, inverse_indices = features.inverse_indices()
@@ -37,7 +40,9 @@ def with_counts(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     ``length_per_key`` is taken if it is given. Without it TorchRec divides the ids among the keys,
     which makes neither one id of a target in each sample nor keys of equal lengths.
     """
-    if not isinstance(features, KeyedJaggedTensor) or not features.values().is_meta:
+    if not isinstance(features, KeyedJaggedTensor) or isinstance(features, PaddedFeatures):
+        return features
+    if not features.values().is_meta:
         return features
     num_keys, num_samples = len(features.keys()), features.stride()
     each, left = divmod(features.values().numel(), num_keys)
@@ -136,6 +141,8 @@ def check_features(
     """``features`` must have each key of ``num_embeddings``, with ids below its number, and of
     ``others``, whose values are the arguments that named them.
     """
+    if isinstance(features, PaddedFeatures):  # of a batch that was checked
+        return
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(
             "features must be a KeyedJaggedTensor, or a TensorDict of jagged nested tensors, got a "

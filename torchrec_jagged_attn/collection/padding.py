@@ -1,10 +1,12 @@
 """Tensors of varying size, and their counterparts of fixed size for a CUDA graph."""
 
 # torch.jit.script reads annotations, so they are no strings here.
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
 class Segments(NamedTuple):
@@ -29,3 +31,66 @@ class PaddedJaggedTensor(JaggedTensor):
 def num_rows(sequence: JaggedTensor) -> int:
     """The number of rows of ``sequence.values()``, without reading them."""
     return sequence._values.shape[0]
+
+
+class _UnreadableJaggedTensor(JaggedTensor):
+    """A feature of :class:`PaddedFeatures`: lengths can be read, padded values cannot."""
+
+    def __init__(self, key: str, rows: JaggedTensor) -> None:
+        super().__init__(rows.values(), rows.weights_or_none(), lengths=rows.lengths())
+        self._key = key
+
+    def values(self) -> Tensor:
+        raise PaddedValuesError(f"the values of {self._key!r}")
+
+    def weights(self) -> Tensor:
+        raise PaddedValuesError(f"the weights of {self._key!r}")
+
+
+class PaddedValuesError(RuntimeError):
+    """Values of a KeyedJaggedTensor that would be padded were read by a layer of another package."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+
+
+class PaddedFeatures(KeyedJaggedTensor):
+    """The KeyedJaggedTensor of a captured step, whose ``values()`` cannot be read as a whole.
+
+    Attention reads single features by :meth:`rows_of`. Lengths are those of the batch, ``[K B]``.
+
+    Args:
+        keys, lengths, stride: as of a KeyedJaggedTensor.
+        rows: returns the padded values, and weights if any, of a key, when it is first read.
+    """
+
+    def __init__(
+        self,
+        keys: list[str],
+        lengths: Tensor,
+        stride: int,
+        rows: Callable[[str], tuple[Tensor, Tensor | None]],
+    ) -> None:
+        super().__init__(keys, lengths.new_empty(0), lengths=lengths, stride=stride)
+        self._read_rows = rows
+        self._rows: dict[str, JaggedTensor] = {}
+
+    def rows_of(self, key: str) -> JaggedTensor:
+        """The feature ``key``, with values ``[capacity]``."""
+        if key not in self._rows:
+            begin = self.keys().index(key) * self.stride()
+            values, weights = self._read_rows(key)
+            lengths = self.lengths()[begin : begin + self.stride()]
+            self._rows[key] = JaggedTensor(values, weights, lengths=lengths)
+        rows = self._rows[key]
+        # Offsets are computed anew in each pass, and so in the captured one.
+        return JaggedTensor(rows.values(), rows.weights_or_none(), lengths=rows.lengths())
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        return _UnreadableJaggedTensor(key, self.rows_of(key))
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise PaddedValuesError("the values")
+
+    values = weights = weights_or_none = offsets = length_per_key = offset_per_key = _refuse
+    permute = split = to_dict = _refuse

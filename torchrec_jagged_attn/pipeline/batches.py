@@ -1,0 +1,193 @@
+"""The tensors and Python values of a batch, and copies of it with other tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_jagged_attn.collection.padding import PaddedFeatures, Segments
+
+
+@dataclass
+class StepInputs:
+    """Everything that the captured part of a step reads.
+
+    ``tensors`` differ from batch to batch, in sizes that :class:`Segments` describe; ``constants``
+    are the host's numbers and objects that must be those of the capture.
+    """
+
+    tensors: dict[str, Tensor | Segments] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def add_batch(
+        self, name: str, batch: Any, fixed_keys: Container[str], keys: Container[str] | None
+    ) -> None:
+        """Add the tensors and constants of a ``batch``.
+
+        Of a KeyedJaggedTensor, these are its lengths, and the values and weights of ``keys``
+        (names like ``"batch.sparse_features[history]"``), or of all keys if None. The number of
+        rows of ``fixed_keys`` never varies within a capture.
+        """
+
+        def add(path: str, x: Tensor | KeyedJaggedTensor) -> None:
+            if isinstance(x, Tensor):
+                self.tensors[path] = x
+                return
+            if x.variable_stride_per_key():
+                raise NotImplementedError(
+                    "features must have one batch size for all keys with TrainPipelineCudaGraph, "
+                    f"got {x.stride_per_key()} for {x.keys()}: use TrainPipelineSparseDist"
+                )
+            self.tensors[f"{path}.lengths"] = x.lengths()
+            self.constants[f"{path}.keys"] = x.keys()
+            self.constants[f"{path}.stride"] = x.stride()
+            names = {f"{path}[{key}]": key for key in x.keys()}
+            if keys is not None and not any(name in keys for name in names):
+                return  # without asking for the numbers of rows, which may be on the device alone
+            weights = x.weights_or_none()
+            begin = 0
+            for (of_key, key), count in zip(names.items(), x.length_per_key(), strict=True):
+                if keys is None or of_key in keys:
+                    sizes = [count], [None if key in fixed_keys else of_key]
+                    self.tensors[of_key] = Segments(x.values().narrow(0, begin, count), *sizes)
+                    if weights is not None:
+                        part = weights.narrow(0, begin, count)
+                        self.tensors[f"{of_key}.weights"] = Segments(part, *sizes)
+                begin += count
+
+        replace_tensors(batch, add, self.constants.__setitem__, name)
+
+    def add(self, name: str, tensors: Mapping[str, Tensor | Segments], constants: Any) -> None:
+        """Add what the sharded module ``name`` looked up."""
+        self.constants[name] = constants
+        for key, x in tensors.items():
+            if isinstance(x, Segments):
+                x = x._replace(names=[at and f"{name}: {at}" for at in x.names])
+            self.tensors[f"{name}: {key}"] = x
+
+    def counts(self) -> Iterator[tuple[str, int]]:
+        """The number of rows of each segment with a capacity, by name of the capacity."""
+        for x in self.tensors.values():
+            if isinstance(x, Segments):
+                for name, count in zip(x.names, x.counts, strict=True):
+                    if name is not None:
+                        yield name, count
+
+    def sizes(self) -> dict[str, Any]:
+        """Everything that must be that of the capture."""
+        sizes: dict[str, Any] = dict(self.constants)
+        for name, x in self.tensors.items():
+            if isinstance(x, Segments):
+                fixed = [n for n, at in zip(x.counts, x.names, strict=True) if at is None]
+                sizes[f"{name}, rows"] = fixed
+            else:
+                sizes[f"{name}, shape"] = x.shape
+        return sizes
+
+    def has_no_sample(self) -> bool:
+        """Whether a KeyedJaggedTensor has no sample."""
+        return any(name.endswith(".stride") and x == 0 for name, x in self.constants.items())
+
+
+def with_static_tensors(
+    batch: Any, name: str, static: Callable[[str], Tensor], read: Callable[[str], None]
+) -> Any:
+    """A copy of ``batch`` with ``static`` tensors, by the names of :meth:`StepInputs.add_batch`.
+
+    ``read`` is called with the name of each key of a KeyedJaggedTensor when it is first read.
+    """
+
+    def replace(path: str, x: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
+        if isinstance(x, Tensor):
+            return static(path)
+        is_weighted = x.weights_or_none() is not None
+
+        def rows(key: str) -> tuple[Tensor, Tensor | None]:
+            of_key = f"{path}[{key}]"
+            read(of_key)
+            return static(of_key), static(f"{of_key}.weights") if is_weighted else None
+
+        return PaddedFeatures(x.keys(), static(f"{path}.lengths"), x.stride(), rows)
+
+    return replace_tensors(batch, replace, lambda *_: None, name)
+
+
+def replace_tensors(
+    x: Any,
+    replace: Callable[[str, Any], Any],
+    constant: Callable[[str, Any], None] = lambda *_: None,
+    path: str = "",
+) -> Any:
+    """A copy of ``x`` in which each tensor and KeyedJaggedTensor is ``replace(path, tensor)``.
+
+    ``x`` may be a dict, list, tuple, TensorDict, dataclass, or another object with attributes, and
+    each of these may hold others. ``constant`` is called with all other values.
+    """
+    if isinstance(x, TensorDict) and any(value.is_nested for value in x.values()):
+        x = maybe_td_to_kjt(x)  # pyright: ignore[reportArgumentType]
+    if isinstance(x, (Tensor, KeyedJaggedTensor)):
+        return replace(path, x)
+    if isinstance(x, (dict, TensorDict)):
+        parts = {key: (f"{path}[{key!r}]", value) for key, value in x.items()}
+    elif isinstance(x, (list, tuple)):
+        parts = {i: (f"{path}[{i}]", value) for i, value in enumerate(x)}
+    else:
+        attributes = vars(x) if hasattr(x, "__dict__") and not isinstance(x, type) else {}
+        parts = {key: (f"{path}.{key}", value) for key, value in attributes.items()}
+    if not parts:
+        constant(path, x)
+        return x
+    new = {key: replace_tensors(v, replace, constant, at) for key, (at, v) in parts.items()}
+    if all(new[key] is value for key, (_, value) in parts.items()):
+        return x
+    if isinstance(x, TensorDict):
+        return TensorDict(new, batch_size=x.batch_size)  # pyright: ignore[reportArgumentType]
+    if isinstance(x, (list, tuple)):
+        values = new.values()
+        return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+    result = copy.copy(x)
+    (result if isinstance(x, dict) else vars(result)).update(new)
+    return result
+
+
+def are_equal(x: Mapping[str, Any], y: Mapping[str, Any] | None) -> bool:
+    """Whether both have equal values of equal names."""
+    return y is not None and x.keys() == y.keys() and all(is_same(x[k], y[k]) for k in x)
+
+
+def is_same(x: Any, y: Any) -> bool:
+    """Whether ``x == y``, also of values that cannot be compared: these differ."""
+    try:
+        return x is y or (type(x) is type(y) and bool(x == y))
+    except Exception:  # of arrays, for example
+        return False
+
+
+def clone_tensors(x: Any) -> Any:
+    """A copy of ``x`` whose tensors are copies without gradients."""
+    return replace_tensors(x, lambda _, tensor: _clone(tensor))
+
+
+def _clone(x: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def tensors_of(x: Any) -> list[Tensor]:
+    """All tensors in ``x``."""
+    found: list[Tensor] = []
+
+    def add(_: str, tensor: Any) -> Any:
+        if isinstance(tensor, torch.Tensor):
+            found.append(tensor)
+        return tensor
+
+    replace_tensors(x, add)
+    return found
