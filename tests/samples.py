@@ -1,4 +1,6 @@
-"""That results of a sample depend on it alone: no other sample changes a bit of them."""
+"""That results of a sample depend on it alone: neither another sample nor a row behind the last one
+changes a bit of them.
+"""
 
 from __future__ import annotations
 
@@ -50,3 +52,38 @@ def assert_other_samples_never_matter(
             own = rows_of(name, others)
             assert torch.equal(beside_nan[name][own], value[own]), f"{name} sees another sample"
             assert torch.equal(alone[name], value[own]), f"{name} depends on the batch"
+
+
+def assert_rows_behind_never_matter(
+    function: Callable[..., Tensor],
+    inputs: dict[str, Any],
+    grad_out: Tensor,
+    behind: dict[str, int],
+    out_behind: Tensor | float = 0.0,
+    *,
+    finite: tuple[str, ...] = (),
+    same: Callable[[Tensor, Tensor], bool] = torch.equal,
+) -> None:
+    """Assert that rows behind the last offset change no bit of outputs and gradients, and that
+    their own outputs are ``out_behind``, and their gradients zeros.
+
+    ``behind`` has the number of such rows, of inputs by name and of ``"out"``. They are NaN or, of
+    integers, out of range; but ``finite`` ones are ones. ``same`` compares.
+    """
+
+    def extended(name: str, x: Tensor) -> Tensor:
+        value = torch.nan if x.is_floating_point() else 255 if x.dtype == torch.uint8 else -(2**31)
+        value = 1 if name in finite else value
+        return torch.cat([x, x.new_full((behind.get(name, 0), *x.shape[1:]), value)])
+
+    expected = outputs_and_gradients(function, inputs, grad_out)
+    more = {name: extended(name, x) if name in behind else x for name, x in inputs.items()}
+    more_grad_out = extended("out", grad_out)
+    for name, value in outputs_and_gradients(function, more, more_grad_out).items():
+        own = expected[name]
+        if name not in behind:
+            assert same(value, own), f"{name} sees rows behind the last offset"
+            continue
+        assert same(value[: len(own)], own), f"{name} sees rows behind the last offset"
+        zeros = torch.zeros_like(value[len(own) :]) + (out_behind if name == "out" else 0.0)
+        assert torch.equal(value[len(own) :], zeros), f"{name} of rows behind the last offset"

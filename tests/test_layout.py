@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrec_jagged_attn.layout import check_order, is_behind
 from torchrec_jagged_attn.ops import JaggedLayout
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=12).map(
@@ -45,6 +46,14 @@ def test_from_lengths_adds_up_beyond_int32():
 def test_validate_names_what_is_wrong(offsets, message):
     with pytest.raises(ValueError, match=message):
         JaggedLayout(torch.tensor(offsets), 3).validate("history_offsets")
+
+
+def test_offsets_may_end_before_the_rows():
+    JaggedLayout(torch.tensor([0, 2]), 3).validate(exact=False)
+    with pytest.raises(ValueError, match="offsets must end at or before the 3 rows they divide"):
+        JaggedLayout(torch.tensor([0, 4]), 3).validate(exact=False)
+    assert is_behind(torch.tensor([0, 2]), 4).tolist() == [False, False, True, True]
+    check_order(torch.tensor([1, 2, 0]), torch.tensor([0, 2]))
 
 
 def test_metadata_is_checked():

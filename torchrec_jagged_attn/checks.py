@@ -286,10 +286,13 @@ def check_indices(indices: Tensor) -> None:
     check_integers(indices, "indices")
 
 
-def check_indices_values(indices: Tensor, num_rows: int) -> None:
-    """They must name some of ``num_rows`` rows; skipped where reading would wait."""
+def check_indices_values(indices: Tensor, num_rows: int, offsets: Tensor) -> None:
+    """They must name some of ``num_rows`` rows, up to the last of ``offsets``; skipped where
+    reading would wait.
+    """
     if not should_validate(indices):
         return
+    indices = indices[: int(offsets[-1])]
     wrong = torch.nonzero((indices < 0) | (indices >= num_rows))
     if wrong.numel():
         at = int(wrong[0])
@@ -326,9 +329,18 @@ def check_packed(packed: Tensor, name: str, num_codes: int, num_levels: int) -> 
     check_shape(packed, name, "[N, num_bytes]", (None, num_bytes))
 
 
-def check_packed_values(packed: Tensor, name: str, num_codes: int, num_levels: int) -> None:
-    """They must be bytes that codes have; skipped where reading would wait."""
-    if not should_validate(packed) or packed.numel() == 0:
+def check_packed_values(
+    packed: Tensor, name: str, num_codes: int, num_levels: int, offsets: Tensor | None = None
+) -> None:
+    """They must be bytes that codes have; skipped where reading would wait.
+
+    With ``offsets``, only rows up to the last of them are checked.
+    """
+    if not should_validate(packed):
+        return
+    if offsets is not None:
+        packed = packed[: int(offsets[-1])]
+    if packed.numel() == 0:
         return
     per_byte = codes_per_byte(num_levels)
     in_last = num_codes - (packed.shape[1] - 1) * per_byte
@@ -374,10 +386,17 @@ def check_prior_weights(prior_weights: Tensor, num_rows: int) -> None:
     check_shape(prior_weights, "prior_weights", "[N]", (num_rows,))
 
 
-def check_finite(values: Tensor, name: str, *, not_negative: bool = False) -> None:
-    """``values`` ``[N]`` must be finite, and ``not_negative``; skipped where reading would wait."""
+def check_finite(
+    values: Tensor, name: str, *, not_negative: bool = False, offsets: Tensor | None = None
+) -> None:
+    """``values`` ``[N]`` must be finite, and ``not_negative``; skipped where reading would wait.
+
+    With ``offsets``, only rows up to the last of them are checked.
+    """
     if not should_validate(values):
         return
+    if offsets is not None:
+        values = values[: int(offsets[-1])]
     allowed = values.isfinite() & (values >= 0) if not_negative else values.isfinite()
     wrong = torch.nonzero(~allowed)
     if wrong.numel():

@@ -86,10 +86,15 @@ class JaggedLayout:
         rows = torch.arange(self.num_rows, device=self.offsets.device)
         return self.offsets[1:][self.sample_ids()] - 1 - rows
 
-    def validate(self, name: str = "offsets") -> None:
+    def validate(self, name: str = "offsets", *, exact: bool = True) -> None:
         """Check the values of ``offsets``: start 0, never decreasing, end ``num_rows``.
 
         Reads the values, so it waits for the device.
+
+        Args:
+            name: of the argument, for the error.
+            exact: whether all rows must belong to a sample. Otherwise ``offsets`` may end before
+                ``num_rows``.
 
         Raises:
             ValueError: naming the argument (``name``), what was expected and what came.
@@ -97,8 +102,11 @@ class JaggedLayout:
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         if first != 0:
             raise ValueError(f"{name} must start at 0, got {first}")
-        if last != self.num_rows:
-            raise ValueError(f"{name} must end at the {self.num_rows} rows they divide, got {last}")
+        if last > self.num_rows or (exact and last != self.num_rows):
+            end = "at" if exact else "at or before"
+            raise ValueError(
+                f"{name} must end {end} the {self.num_rows} rows they divide, got {last}"
+            )
         decreasing = torch.nonzero(self.lengths < 0)
         if decreasing.numel():
             at = int(decreasing[0])
@@ -108,16 +116,27 @@ class JaggedLayout:
             )
 
 
-def check_offsets_values(offsets: Tensor, num_rows: int, name: str) -> None:
-    """The values of ``offsets`` must divide ``num_rows`` rows; skipped where reading would wait."""
+def is_behind(offsets: Tensor, num_rows: int) -> Tensor:
+    """``[N]`` bool: whether each row is behind the last offset, in no sample."""
+    return torch.arange(num_rows, device=offsets.device) >= offsets[-1]
+
+
+def check_offsets_values(offsets: Tensor, num_rows: int, name: str, *, exact: bool = True) -> None:
+    """The values of ``offsets`` must divide ``num_rows`` rows, or, unless ``exact``, the first of
+    them; skipped where reading would wait.
+    """
     if should_validate(offsets):
-        JaggedLayout(offsets, num_rows).validate(name)
+        JaggedLayout(offsets, num_rows).validate(name, exact=exact)
 
 
 def check_order(timestamps: Tensor, offsets: Tensor, name: str = "timestamps") -> None:
-    """``timestamps`` must not decrease within a sample; skipped where reading would wait."""
+    """``timestamps`` must not decrease within a sample; skipped where reading would wait.
+
+    Rows behind the last offset are ignored.
+    """
     if not should_validate(timestamps):
         return
+    timestamps = timestamps[: int(offsets[-1])]
     samples = JaggedLayout(offsets, timestamps.shape[0]).sample_ids()
     decreases = (timestamps[1:] < timestamps[:-1]) & (samples[1:] == samples[:-1])
     if (wrong := torch.nonzero(decreases)).numel():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec import JaggedTensor
 
@@ -109,6 +110,18 @@ def test_attention_weights_do_not_depend_on_other_samples(device):
     assert torch.equal(weights[:5], expected[:5])
     assert torch.equal(weights[45:], expected[45:])
     assert torch.isnan(weights[5:45]).all()
+
+
+@pytest.mark.parametrize("score", ["softmax", "silu"])
+def test_attention_weights_of_rows_behind_the_last_one(score, device):
+    module = JaggedTargetAttention(16, 2, age_bias=True, score=score).to(device)
+    target, history, times = example(module, [5, 0, 40, 3], device)
+    options = {"request_time": torch.arange(4, device=device)}
+    expected = module.attention_weights(target, history, times, **options).values()
+    rows, times = F.pad(history.values(), (0, 0, 0, 9), value=torch.nan), F.pad(times, (0, 9))
+    more = JaggedTensor(rows, lengths=history.lengths())
+    weights = module.attention_weights(target, more, times, **options).values()
+    assert torch.equal(weights, F.pad(expected, (0, 0, 0, 0, 0, 9)))
 
 
 @pytest.mark.gpu

@@ -12,8 +12,9 @@ from tests.cases import Case, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import skip_unless_supported
 from tests.runs import assert_same_run
+from tests.samples import assert_rows_behind_never_matter
 from tests.tolerance import assert_matches_oracle
-from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention
+from torchrec_jagged_attn import HistoryEncoderLayer, JaggedSelfAttention, JaggedTargetAttention
 
 LENGTHS = torch.tensor([3, 0, 17, 1, 70])
 
@@ -214,9 +215,9 @@ def test_traced_and_scripted(options, device):
             r"history.values\(\) must have shape \[N, E\] = \[any, 16\], got \[4, 15\]",
         ),
         (
-            JaggedTensor(torch.zeros(4, 16), lengths=torch.tensor([3])),
+            JaggedTensor(torch.zeros(4, 16), lengths=torch.tensor([5])),
             ValueError,
-            r"history.offsets\(\) must end at the 4 rows",
+            r"history.offsets\(\) must end at or before the 4 rows",
         ),
     ],
 )
@@ -224,6 +225,35 @@ def test_traced_and_scripted(options, device):
 def test_errors_name_the_argument(module, history, error, message):
     with pytest.raises(error, match=message):
         module(16, 2)(history)
+
+
+class Stack(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.layers = nn.Sequential(*(HistoryEncoderLayer(16, 2, **options) for _ in range(2)))
+        self.attention = JaggedTargetAttention(16, 2)
+
+    def forward(self, target, history):
+        return self.attention(target, self.layers(history))
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("num_behind", [1, 70, 200])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": 3}], ids=str)
+def test_rows_behind_the_last_one(options, num_behind, device):
+    """In layers before a target attention, if they are finite."""
+    model = Stack(**options).to(device)
+    inputs = make_inputs(model, device)
+    target = torch.randn(len(LENGTHS), 16, device=device)
+
+    def attend(rows, offsets, **parameters):
+        history = JaggedTensor(rows, offsets=offsets)
+        return functional_call(model, parameters, (target, history), strict=True)
+
+    assert_rows_behind_never_matter(
+        attend, inputs, torch.randn_like(target), {"rows": num_behind},
+        finite=("rows",), same=partial(torch.allclose, atol=1e-5),
+    )  # fmt: skip
 
 
 def test_constructor_errors():

@@ -517,12 +517,12 @@ ERRORS = {
             "history.offsets() must have shape [B + 1], got [0]",
         ),
         (
-            {"history": JaggedTensor(torch.zeros(5, 8), offsets=torch.tensor([0, 2, 4]))},
-            "history.offsets() must end at the 5 rows they divide, got 4",
+            {"history": JaggedTensor(torch.zeros(5, 8), offsets=torch.tensor([0, 2, 6]))},
+            "history.offsets() must end at or before the 5 rows they divide, got 6",
         ),
         (
             {"target": JaggedTensor(torch.zeros(5, 8), offsets=torch.tensor([0, 2, 6]))},
-            "target.offsets() must end at the 5 rows they divide, got 6",
+            "target.offsets() must end at or before the 5 rows they divide, got 6",
         ),
         ({"timestamps": None}, "timestamps must be given where age_bias=True, got None"),
         ({"prior_weights": torch.ones(4)}, "prior_weights must have shape [N] = [5]"),

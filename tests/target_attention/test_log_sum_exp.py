@@ -1,6 +1,7 @@
 """Outputs and log-sum-exps of target attention; attention merged over shards of rows."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.cases import Case, offsets_of
 from tests.fixtures import skip_unless_supported
 from tests.oracles import target_attention_oracle
+from tests.samples import assert_rows_behind_never_matter
 from tests.target_attention.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
@@ -215,6 +217,49 @@ def test_gradient_of_one_alone(num_targets, device):
     )  # fmt: skip
     for one, other, both in zip(of_out, of_lse, of_both, strict=True):
         torch.testing.assert_close(one + other, both)
+
+
+ROWS_BEHIND = [1, 70, 900]  # fewer than a tile, about one, and several chunks
+
+
+def assert_rows_behind_never_matter_to(inputs, num_behind):
+    """Outputs of query rows behind the last offset are zeros, and their log-sum-exps ``-inf``."""
+    rows = ["indices" if "indices" in inputs else "history", "bias", "timestamps"]
+    behind = dict.fromkeys(rows, num_behind)
+    if "query_offsets" in inputs:
+        behind |= dict.fromkeys(("query", "out"), num_behind)
+    generator = torch.Generator().manual_seed(4)
+    query = inputs["query"]
+    samples = query.shape[:1] if "query_offsets" in inputs else [inputs["offsets"].numel() - 1]
+    shape = *samples, *query.shape[1:-1], query.shape[-1] + 1
+    out_behind = torch.zeros(shape[-1], device=query.device)
+    out_behind[-1] = -torch.inf
+    grad_out = torch.randn(shape, generator=generator).to(query.device)
+    assert_rows_behind_never_matter(attend, inputs, grad_out, behind, out_behind)
+
+
+@pytest.mark.usefixtures("nan_filled_memory", "without_a_compiler")
+@pytest.mark.parametrize(
+    ("case", "num_behind"), [*zip(CASES, itertools.cycle(ROWS_BEHIND), strict=False)], ids=str
+)
+def test_rows_behind_the_last_one(case, num_behind, device):
+    layout, num_targets, num_heads, dtype, others = case
+    inputs = make_inputs(device, dtype, num_targets, num_heads, others, FEWER, layout=layout)
+    assert_rows_behind_never_matter_to(inputs, num_behind)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("num_samples", [0, 4])
+@pytest.mark.parametrize("layout", ["own", "jagged"])
+def test_no_row_but_those_behind(layout, num_samples, device):
+    lengths = [0] * num_samples
+    for num_targets in (1, 9, 40):
+        inputs = inputs_of(lengths, device, torch.float16, num_targets=num_targets)
+        inputs["position_bias"] = torch.randn(30, 2, device=device).half()
+        if layout == "jagged":
+            inputs["query_offsets"] = torch.zeros(num_samples + 1, device=device).long()
+            inputs["query"] = inputs["query"].flatten(0, 1)[:0]
+        assert_rows_behind_never_matter_to(inputs, 300)
 
 
 def test_errors(device):

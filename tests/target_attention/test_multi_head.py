@@ -9,6 +9,7 @@ from tests.cases import offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import PATHS, assert_graph_replays, opcheck, sync_debug_mode
 from tests.modules.target_attention_inputs import CPU, example, make_module, projected
+from tests.samples import assert_rows_behind_never_matter
 
 OP = torch.ops.torchrec_jagged_attn.multi_head_target_attention.default
 
@@ -126,6 +127,37 @@ def test_gradients_are_those_asked_for(options, path, device):
         alone[name].requires_grad_()
         OP(*alone.values())[0].backward(grad_out)
         assert torch.equal(alone[name].grad, arguments[name].grad), name
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize(
+    ("options", "jagged", "dropout", "path"),
+    each_pair(
+        [{}, {"prior": True, "history_dim": 20}, {"value_projection": False}, {"by_index": True}],
+        [False, True],
+        [False, True],
+        PATHS,
+    ),
+    ids=str,
+    indirect=["path"],
+)
+def test_rows_behind_the_last_one(options, jagged, dropout, path, device):
+    """Without outputs, gradients of parameters are equal but for the order of sums."""
+    arguments = op_arguments(device, jagged=jagged, **options, **path)
+    if dropout:
+        arguments["dropout"] = torch.tensor([7, 2**30], device=device)
+    materialized = path["keys_and_values"] == "materialized" and not options.get("by_index")
+    behind = {"indices" if options.get("by_index") else "history": 3, "timestamps": 3}
+    behind |= {"bias": 3} if arguments["bias"] is not None else {}
+    behind |= {"target": 2, "out": 2} if jagged else {}
+    assert_rows_behind_never_matter(
+        lambda **inputs: OP(*inputs.values())[0],
+        arguments,
+        torch.randn_like(arguments["target"]),
+        behind,
+        finite=("history",) if materialized else (),
+        same=torch.allclose,
+    )
 
 
 @pytest.mark.parametrize("value_projection", [True, False])

@@ -710,9 +710,9 @@ def test_inference_takes_memory_for_the_output_alone(no_gradient):
 @pytest.mark.gpu
 def test_offsets_are_validated_on_cuda_when_asked(monkeypatch):
     inputs = inputs_of([3, 4], "cuda")
-    inputs["offsets"][-1] = 6
+    inputs["offsets"][-1] = 8
     monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
-    with pytest.raises(ValueError, match="offsets must end at the 7 rows they divide, got 6"):
+    with pytest.raises(ValueError, match="must end at or before the 7 rows they divide, got 8"):
         jagged_target_attention(**inputs)
 
 
@@ -772,7 +772,7 @@ AGES = {"age_bias": torch.zeros(5, 2), "timestamps": torch.zeros(7, dtype=torch.
             r"prior_weights must have shape \[N\] = \[",
         ),
         ({"offsets": torch.zeros(3)}, TypeError, "offsets must be int32 or int64, got"),
-        ({"offsets": torch.tensor([0, 3, 6])}, ValueError, "offsets must end at the 7 rows"),
+        ({"offsets": torch.tensor([0, 3, 8])}, ValueError, "must end at or before the 7 rows"),
         ({"query_offsets": torch.tensor([0, 1])}, ValueError, r"query_offsets must have shape"),
     ],
 )

@@ -6,15 +6,21 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.checks import check_finite
+from torchrec_jagged_attn.layout import is_behind
 
 
-def bias_or_prior_weights(bias: Tensor | None, prior_weights: Tensor | None) -> Tensor | None:
-    """What the ops take for ``bias``: ``[N]`` prior weights, too; both as one bias ``[N, H]``."""
+def bias_or_prior_weights(
+    bias: Tensor | None, prior_weights: Tensor | None, offsets: Tensor
+) -> Tensor | None:
+    """What the ops take for ``bias``: ``[N]`` prior weights, too; both as one bias ``[N, H]``.
+
+    ``offsets`` are those of the ``N`` rows.
+    """
     if bias is None or prior_weights is None:
         return prior_weights if bias is None else bias
-    check_finite(prior_weights, "prior_weights")
+    check_finite(prior_weights, "prior_weights", offsets=offsets)
     dtype = torch.promote_types(bias.dtype, torch.promote_types(prior_weights.dtype, torch.float32))
-    removed = prior_weights <= 0
+    removed = is_behind(offsets, prior_weights.shape[0]) | (prior_weights <= 0)
     logs = prior_weights.to(dtype).masked_fill(removed, 1).log().masked_fill(removed, -torch.inf)
     return bias.to(dtype) + logs.unsqueeze(1)
 
@@ -25,4 +31,5 @@ def bias_gradient(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
         return grad
     if grad.dim() == 2:
         grad = grad.sum(1)
-    return (grad / bias).masked_fill(bias <= 0, 0).to(bias.dtype)
+    # Zero for weights of zero or below, and for rows behind the last offset, whatever these hold.
+    return (grad / bias).masked_fill(grad == 0, 0).to(bias.dtype)

@@ -213,9 +213,10 @@ def jagged_flash_attention(
     dropped_weights = draw_dropout(drops_of(dropout, "dropout"), q.device)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else check_number(scale, "scale")
     arguments = (
-        q, k, v, q_offsets, kv_offsets, bias_or_prior_weights(bias, prior_weights), position_bias,
-        age_bias, timestamps, request_time, dropped_rows, dropped_weights, relative_bias, causal,
-        window or 0, scale, return_lse,
+        q, k, v, q_offsets, kv_offsets,
+        bias_or_prior_weights(bias, prior_weights, kv_offsets), position_bias, age_bias, timestamps,
+        request_time, dropped_rows, dropped_weights, relative_bias, causal, window or 0, scale,
+        return_lse,
     )  # fmt: skip
     if not return_lse:
         return call_flash_attention(*arguments)
@@ -227,11 +228,11 @@ def jagged_flash_attention(
 
 def forward(args: FlashArguments) -> FlashOutputs:
     """Attend; see :class:`FlashArguments`."""
-    check_offsets_values(args.q_offsets, args.q.shape[0], "q_offsets")
-    check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets")
+    check_offsets_values(args.q_offsets, args.q.shape[0], "q_offsets", exact=False)
+    check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets", exact=False)
     bias = args.biases.bias
     if bias is not None and args.biases.are_prior_weights:
-        check_finite(bias, "prior_weights")
+        check_finite(bias, "prior_weights", offsets=args.kv_offsets)
     return implementation_of(args.q, cpu, kernels).forward(args)
 
 

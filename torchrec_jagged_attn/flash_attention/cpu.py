@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import SCORES, Biases
@@ -100,7 +101,8 @@ def backward(
     Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``. Without ``grad_v``, ``k``
     must be ``v``, and their sum is written into ``grad_k``. With ``indices``, that sum is added to
     ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments.
-    Whether the gradient of ``bias`` is needed changes nothing here.
+    Whether the gradient of ``bias`` is needed changes nothing here. Gradients of rows behind the
+    last offset are zeros.
     """
     x, (position_bucket, age_bucket) = _operands(args, more)
     biases, relative_bias = args.biases, args.relative_bias
@@ -115,7 +117,11 @@ def backward(
     grad_out, grad_lse = grad_out.to(x.q.dtype).contiguous(), more.grad_lse
     if grad_lse is not None:
         grad_lse = grad_lse.to(x.q.dtype).contiguous()
-    grads = grad_k, grad_v, grad_bias_HN, grad_by_distance
+    own_grad_k, own_grad_v = grad_k, grad_v
+    if x.indices is None:
+        own_grad_k = _without_rows_behind(grad_k, x.k.shape[0])
+        own_grad_v = None if grad_v is None else _without_rows_behind(grad_v, x.k.shape[0])
+    grads = own_grad_k, own_grad_v, grad_bias_HN, grad_by_distance
     if (compiled := extension.library()) is None:
         grad_q = _differentiate(grad_out, grad_lse, x, *grads)
     else:
@@ -125,7 +131,7 @@ def backward(
         q=grad_q.mul_(args.scale).to(args.q.dtype),
         k=grad_k,
         v=grad_v,
-        bias=_bias_gradient(grad_bias_NH, None, biases.bias),
+        bias=_with_rows_behind(_bias_gradient(grad_bias_NH, None, biases.bias), biases.bias),
         position_bias=_bias_gradient(grad_bias_NH, position_bucket, biases.position_bias),
         age_bias=_bias_gradient(grad_bias_NH, age_bucket, biases.age_bias),
         relative_bias=_bias_gradient(grad_by_distance, bucket_of_distance, relative_bias),
@@ -138,13 +144,19 @@ def _operands(
     """What is computed with, and ``[N]`` buckets of the positions and ages of keys."""
     q, k, v, q_offsets, kv_offsets = args[:5]
     dtype = compute_dtype(q)
-    num_keys, numbers, ends = int(kv_offsets[-1]), more.row_numbers, more.row_number_ends
-    bias_HN, buckets = bias_of_keys(
-        dtype, q.shape[1], kv_offsets, num_keys, args.biases, numbers, ends
+    num_keys, ends = int(kv_offsets[-1]), more.row_number_ends  # without rows behind the last
+    indices, numbers, bias, timestamps = (
+        None if x is None else x[:num_keys]
+        for x in (more.indices, more.row_numbers, args.biases.bias, args.biases.timestamps)
     )
+    if indices is None:
+        own_k = k[:num_keys]
+        k, v = own_k, own_k if v is k else v[:num_keys]
+    biases = args.biases._replace(bias=bias, timestamps=timestamps)
+    bias_HN, buckets = bias_of_keys(dtype, q.shape[1], kv_offsets, num_keys, biases, numbers, ends)
     by_distance = _by_distance(args.relative_bias, q_offsets, kv_offsets, dtype)
     return _Operands(
-        (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, more.indices, bias_HN,
+        (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, indices, bias_HN,
         by_distance, args.causal, args.window, SCORES.index(more.score),
         args.biases.dropout, None if numbers is None else numbers.long().contiguous(),
     ), buckets  # fmt: skip
@@ -388,6 +400,19 @@ def _bias_gradient(
             0, bucket, grad_NH.double()
         )
     return grad_NH.to(x.dtype)
+
+
+def _without_rows_behind(grad: Tensor, num_rows: int) -> Tensor:
+    """The first ``num_rows`` rows of ``grad``, of which the others are set to zero."""
+    grad[num_rows:].zero_()
+    return grad[:num_rows]
+
+
+def _with_rows_behind(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """Gradient of all rows of ``x``: zeros behind those of ``grad``."""
+    if grad is None or x is None or len(grad) == len(x):
+        return grad
+    return F.pad(grad, (0, 0, 0, len(x) - len(grad)))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

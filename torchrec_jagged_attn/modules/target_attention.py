@@ -416,13 +416,15 @@ class JaggedTargetAttention(nn.Module):
         biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
         check_inputs(target, None, rows, offsets, None, biases, self._options())
         if prior_weights is not None:
-            check_finite(prior_weights, "prior_weights")
+            check_finite(prior_weights, "prior_weights", offsets=offsets)
         if self.in_proj_weight is not None:
             w_q, w_k, _ = self.in_proj_weight.chunk(3)
         else:
             w_q, w_k = self.q_proj_weight, self.k_proj_weight
         if self._num_levels:
-            check_packed_values(rows, "history.values()", self._num_codes, self._num_levels)
+            check_packed_values(
+                rows, "history.values()", self._num_codes, self._num_levels, offsets
+            )
             has_constant = self.score != "softmax"
             w_k = _over_codes(w_k, self.history_basis, self.history_mean, has_constant)
             rows = unpack_codes(rows, self._num_codes, self._num_levels)

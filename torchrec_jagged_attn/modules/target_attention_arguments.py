@@ -130,10 +130,10 @@ def check_inputs(
     if prior_weights is not None:
         check_score(options.score, prior_weights)
         check_prior_weights(prior_weights, num_places)
-    check_offsets_values(offsets, num_places, "history.offsets()")
+    check_offsets_values(offsets, num_places, "history.offsets()", exact=False)
     if timestamps is not None:
         check_order(timestamps, offsets)
     if indices is not None:
-        check_indices_values(indices, rows.shape[0])
+        check_indices_values(indices, rows.shape[0], offsets)
     if query_offsets is not None:
-        check_offsets_values(query_offsets, target.shape[0], "target.offsets()")
+        check_offsets_values(query_offsets, target.shape[0], "target.offsets()", exact=False)

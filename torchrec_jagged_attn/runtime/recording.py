@@ -749,6 +749,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.div: _elementwise(torch.ops.aten.div.Tensor),
     Tensor.sub: _subtract,
     Tensor.ne: _elementwise(torch.ops.aten.ne.Scalar),
+    Tensor.eq: _elementwise(torch.ops.aten.eq.Scalar),
     Tensor.le: _elementwise(torch.ops.aten.le.Scalar),
     Tensor.masked_fill: _elementwise(torch.ops.aten.masked_fill.Scalar),
     Tensor.log: _elementwise(torch.ops.aten.log.default),

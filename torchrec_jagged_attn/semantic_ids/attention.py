@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.checks import (
     check_float,
+    check_offsets_metadata,
     check_packed,
     check_packed_values,
     check_same,
@@ -83,7 +84,11 @@ def jagged_target_attention_over_codes(
     check_same(query, "query", dtype=False, packed=packed)
     packed_codes = PackedCodes(basis.shape[0], num_levels)
     check_packed(packed, "packed", packed_codes.num_codes, packed_codes.num_levels)
-    check_packed_values(packed, "packed", packed_codes.num_codes, packed_codes.num_levels)
+    check_offsets_metadata(offsets, "offsets")
+    row_offsets = offsets if options.get("indices") is None else None
+    check_packed_values(
+        packed, "packed", packed_codes.num_codes, packed_codes.num_levels, row_offsets
+    )
     # The constant of a softmax would only take bits from the scores.
     keys = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
     with autocast_off(query):  # all is in the dtype of the query

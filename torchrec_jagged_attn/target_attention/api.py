@@ -203,9 +203,10 @@ def jagged_target_attention(
     dropped_weights = draw_dropout(drops_of(dropout, "dropout"), query.device)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
     out = call_target_attention(
-        query, history, offsets, query_offsets, indices, bias_or_prior_weights(bias, prior_weights),
-        position_bias, age_bias, timestamps, request_time, dropped_rows, dropped_weights, None,
-        None, scale, score, num_levels or 0, torch.is_grad_enabled(),
+        query, history, offsets, query_offsets, indices,
+        bias_or_prior_weights(bias, prior_weights, offsets), position_bias, age_bias, timestamps,
+        request_time, dropped_rows, dropped_weights, None, None, scale, score, num_levels or 0,
+        torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
@@ -230,17 +231,19 @@ def _check_row_numbers(args: TargetArguments) -> None:
 
 def _check_values(args: TargetArguments) -> None:
     """Check values of offsets, indices, bytes and prior weights, where reading would not wait."""
-    check_offsets_values(args.offsets, args.num_rows, "offsets")
+    check_offsets_values(args.offsets, args.num_rows, "offsets", exact=False)
     if args.indices is not None:
-        check_indices_values(args.indices, args.history.shape[0])
+        check_indices_values(args.indices, args.history.shape[0], args.offsets)
     if args.num_levels:
-        check_packed_values(args.history, "history", args.query.shape[-1] - 1, args.num_levels)
+        row_offsets = args.offsets if args.indices is None else None
+        num_codes = args.query.shape[-1] - 1
+        check_packed_values(args.history, "history", num_codes, args.num_levels, row_offsets)
     if args.query_offsets is not None:
-        check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets")
+        check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets", exact=False)
     bias = args.biases.bias
     if bias is not None and args.biases.are_prior_weights:
         check_score(args.score, bias)  # scripted modules do not
-        check_finite(bias, "prior_weights")
+        check_finite(bias, "prior_weights", offsets=args.offsets)
 
 
 def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:

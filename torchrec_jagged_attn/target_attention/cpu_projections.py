@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchrec_jagged_attn.layout import is_behind
 from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients, ProjectionRows
 
 
@@ -36,6 +37,7 @@ def project(
     w_out: Tensor,
     b_out: Tensor | None,
     dtype: torch.dtype,
+    query_offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values of the pooled rows, and the output."""
     values = _multiply(pooled.to(dtype), w_v.to(dtype).mT).flatten(1)
@@ -44,7 +46,14 @@ def project(
         filled = (stats.view(2, *pooled.shape[:2])[1] != 0).any(1).to(dtype)
         values.addcmul_(filled.unsqueeze(1), b_v.to(dtype))
     out = F.linear(values, w_out.to(dtype), None if b_out is None else b_out.to(dtype))
+    if query_offsets is not None:
+        clear_rows_behind(out, query_offsets)
     return values, filled, out
+
+
+def clear_rows_behind(x: Tensor, offsets: Tensor) -> None:
+    """Set the rows of ``x`` behind the last offset to zero."""
+    x.masked_fill_(is_behind(offsets, x.shape[0]).unsqueeze(1), 0)
 
 
 def own_columns(pooled: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,8 +94,12 @@ def gradient_of_targets(
     return grad_q, (grad_q @ w_q.to(dtype)).to(target_dtype)
 
 
-def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> None:
+def parameter_gradients(
+    rows: ProjectionRows, grads: ProjectionGradients, query_offsets: Tensor | None
+) -> None:
     """Write gradients of weights and biases."""
+    if query_offsets is not None:
+        rows = _without_rows_behind(rows, query_offsets)
     dtype = rows.grad_q.dtype
     of_all = (grads.w_q, rows.grad_q, rows.target), (grads.w_out, rows.grad_out, rows.v)
     for grad, x, y in of_all:
@@ -107,6 +120,18 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
             of_values.copy_((rows.grad_v * rows.filled.unsqueeze(1)).sum(0))
     if grads.b_out is not None and rows.grad_out is not None:
         grads.b_out.copy_(rows.grad_out.sum(0))
+
+
+def _without_rows_behind(rows: ProjectionRows, query_offsets: Tensor) -> ProjectionRows:
+    """``rows`` up to the last offset; where reading it would wait, with zeros behind it."""
+    if query_offsets.is_cpu:
+        num_rows = int(query_offsets[-1])
+        return rows._make(None if x is None else x[:num_rows] for x in rows)
+    behind = is_behind(query_offsets, rows.grad_q.shape[0])
+    return rows._make(
+        x.masked_fill(behind.view(-1, *[1] * (x.dim() - 1)), 0) if x is not None and len(x) else x
+        for x in rows
+    )
 
 
 def _own_columns(x: Tensor) -> Tensor:

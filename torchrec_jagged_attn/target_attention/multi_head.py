@@ -119,6 +119,8 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
         else:
             biased = _with_bias(args, values, filled)
             out = F.linear(biased, weights.out_weight.to(dtype), _cast(weights.out_bias, dtype))
+            if args.query_offsets is not None and weights.out_bias is not None:
+                _head_products(args).clear_rows_behind(out, args.query_offsets)
         stats = stats.view(2, *_query_shape(args)[:-1])
         u, pooled, residual = _empty_absorbed(args)
     else:
@@ -139,8 +141,9 @@ def _forward(args: MultiHeadArguments) -> MultiHeadOutputs:
         else:
             b_out = None if weights.out_bias is None else weights.out_bias.contiguous()
             values, filled, out = products.project(
-                pooled, stats, w_v, b_v, weights.out_weight.contiguous(), b_out, dtype
-            )
+                pooled, stats, w_v, b_v, weights.out_weight.contiguous(), b_out, dtype,
+                args.query_offsets,
+            )  # fmt: skip
         if not args.for_backward:
             u, pooled, residual = _empty_absorbed(args)
         elif u.element_size() == 2:
@@ -252,6 +255,7 @@ def _backward(
         (parameter_gradients if on_kernels else cpu_products.parameter_gradients)(
             ProjectionRows(grad_q, rows, *of_values, *absorbed),
             ProjectionGradients(grad_w_q, grad_out_weight, *of_history, grad_bias, grad_out_bias),
+            args.query_offsets,
         )
     return MultiHeadGradients(
         target=None if grad_target is None else grad_target.view_as(target),

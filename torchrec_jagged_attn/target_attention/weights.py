@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.flash_attention.cpu import bias_of_keys
 from torchrec_jagged_attn.interaction.api import jagged_dense_bmm, jagged_softmax
+from torchrec_jagged_attn.layout import is_behind
 
 
 def attention_weights(
@@ -16,14 +17,23 @@ def attention_weights(
 ) -> Tensor:
     """Return the weights ``[N, T, H]`` that queries ``[B, T, H, D]`` give the rows ``[N, D]``.
 
-    All are computed in the dtype of ``query`` and ``history``, which is fp32 or fp64.
+    All are computed in the dtype of ``query`` and ``history``, which is fp32 or fp64. Rows behind
+    the last offset have weights of zero.
     """
     num_rows, shape = history.shape[0], query.shape[1:3]
+    # Rows behind the last offset are one more sample, of weights that are set to zero.
+    behind = is_behind(offsets, num_rows)
+    query = F.pad(query, (0,) * 7 + (1,))
+    offsets = torch.cat([offsets, offsets.new_full([1], num_rows)])
+    if biases.request_time is not None:
+        biases = biases._replace(request_time=F.pad(biases.request_time, (0, 1)))
     scores = jagged_dense_bmm(history, query.flatten(1, 2).mT, offsets) * scale
     scores = scores.view(num_rows, *shape)
     bias_HN, _ = bias_of_keys(query.dtype, shape[1], offsets, num_rows, biases)
     if bias_HN is not None:
         scores = scores + bias_HN.T.unsqueeze(1)
     if score == "softmax":
-        return jagged_softmax(scores.flatten(1), offsets).view(scores.shape)
-    return F.silu(scores) if score == "silu" else torch.sigmoid(scores)
+        weights = jagged_softmax(scores.flatten(1), offsets).view(scores.shape)
+    else:
+        weights = F.silu(scores) if score == "silu" else torch.sigmoid(scores)
+    return weights.masked_fill(behind.view(-1, 1, 1), 0)

@@ -69,6 +69,23 @@ def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
+def clear_rows(ptr, begin, end, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Set the rows from ``begin`` on, before ``end``, to zero: WIDTH columns of each, STRIDE apart.
+
+    All programs share them. A program has as many at a time as hold 2048 elements of BLOCK_D.
+    """
+    BLOCK: tl.constexpr = max(1, 2048 // BLOCK_D)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    first = begin.to(tl.int64) + tl.program_id(0) * BLOCK
+    for start in range(first, end, tl.num_programs(0) * BLOCK):
+        row = start + tl.arange(0, BLOCK)[:, None]
+        for column in tl.static_range(0, WIDTH, BLOCK_D):
+            mask = (row < end) & (column + d < WIDTH)
+            zeros = tl.zeros([BLOCK, BLOCK_D], ptr.dtype.element_ty)
+            tl.store(ptr + row * STRIDE + (column + d), zeros, mask=mask)
+
+
+@triton.jit
 def find_chunk(offsets_ptr, num_samples, work, CHUNK: tl.constexpr):
     """The chunk of a sample's rows with the index ``work``, usually that of the program.
 

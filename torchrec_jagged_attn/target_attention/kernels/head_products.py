@@ -33,6 +33,7 @@ from triton.knobs import runtime
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.runtime.kernels.jagged import clear_rows
 from torchrec_jagged_attn.runtime.kernels.matmul import multiply, padded_width
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 from torchrec_jagged_attn.target_attention.kernels.records import Listing, SplitList
@@ -41,6 +42,7 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import SAMPLES_OF_LI
 BLOCK_R = 16  # rows of a program: few, so that there are many programs
 MAX_HEAD_DIM = 128  # the result of the first product is held in registers
 BLOCK_ELEMENTS = 2048  # of a program that copies
+CLEARING_PROGRAMS = 256  # at most
 # fp32 products are exact, even if TF32 is allowed, since they are few. bf16x6 on tensor cores is
 # accurate to a few units in the last place, as other sums of many terms are. Sums of up to so many
 # terms use CUDA cores, which are slower and exact.
@@ -151,12 +153,14 @@ def _to_heads_kernel(
         _store_rows(chain.out + h * C.D, out, r, num_rows, d, C.D, C.H * C.D)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_samples"])
 def _from_heads_kernel(
     chain,  # Chain; ``first_bias`` is added where an inverse is not 0
     inverses_ptr,  # [R, H], or None
     filled_ptr,  # [R] whether an inverse is not 0, out; or None
+    query_offsets_ptr,  # [B + 1] of jagged targets, which ``second_bias`` is added to; or None
     num_rows,
+    num_samples,
     C: tl.constexpr,  # Constants
 ):
     """``inner_h = x_h · first_h + bias_h`` and some columns of ``out = Σ_h inner_h · second_h``."""
@@ -194,7 +198,11 @@ def _from_heads_kernel(
     if chain.out is not None:
         if chain.second_bias is not None:
             bias = tl.load(chain.second_bias + c, mask=c < C.C, other=0.0)
-            out += bias.to(C.DTYPE).to(tl.float32)[None, :]
+            bias = bias.to(C.DTYPE).to(tl.float32)[None, :]
+            if query_offsets_ptr is not None:
+                in_sample = r < tl.load(query_offsets_ptr + num_samples)
+                bias = tl.where(in_sample[:, None], bias, 0.0)
+            out += bias
         _store_rows(chain.out, out.to(C.DTYPE), r, num_rows, c, C.C, C.C)
 
 
@@ -254,11 +262,25 @@ def _spread_columns_kernel(
     _store_rows(grad_pooled_ptr + h * E, x, r, num_rows, e, E, H * E)
 
 
+@triton.jit(do_not_specialize=["num_samples", "num_rows"])
+def _clear_kernel(
+    x_ptr,  # [R, D]
+    offsets_ptr,  # [B + 1]
+    num_samples,
+    num_rows,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Set the rows behind the last offset to zero."""
+    clear_rows(x_ptr, tl.load(offsets_ptr + num_samples), num_rows, D, D, BLOCK_D)
+
+
 _NO_LISTING = Listing(SplitList(None, None), 0, 0, 0)
 _to_heads = Launcher(_to_heads_kernel)
 _from_heads = Launcher(_from_heads_kernel)
 _own_columns = Launcher(_own_columns_kernel)
 _spread_columns = Launcher(_spread_columns_kernel)
+_clear = Launcher(_clear_kernel)
 
 
 def absorb_queries(
@@ -294,12 +316,14 @@ def project(
     w_out: Tensor,
     b_out: Tensor | None,
     dtype: torch.dtype,
+    query_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values ``[R, E]`` of the ``pooled`` rows ``[R, H, D]``; ``filled`` ``[R]``, see
     :class:`MultiHeadOutputs`; and the output ``[R, E]``: all in ``dtype``.
 
     Weights are ``w_v`` ``[H, E / H, D]`` and ``w_out`` ``[E, E]``. The second of the attention's
-    ``stats`` ``[2, …]`` (fp32) is 0 for targets without visible rows.
+    ``stats`` ``[2, …]`` (fp32) is 0 for targets without visible rows. Outputs of rows behind the
+    last of ``query_offsets``, those of jagged targets, are zeros.
     """
     num_rows, num_heads, _ = pooled.shape
     head_dim, embed_dim = w_v.shape[1], w_out.shape[0]
@@ -310,7 +334,8 @@ def project(
     strides = (head_dim, embed_dim, 1)
     constants = _constants(embed_dim, *w_v.shape, strides, False, dtype, pooled.device)
     inverses = None if b_v is None else stats.view(2, num_rows, num_heads)[1]
-    _launch_from_heads(chain, inverses, None if b_v is None else filled, constants)
+    filled_or_none = None if b_v is None else filled
+    _launch_from_heads(chain, inverses, filled_or_none, constants, query_offsets)
     return values, filled, out
 
 
@@ -326,6 +351,17 @@ def own_columns(pooled: Tensor, dtype: torch.dtype) -> Tensor:
         programs = -(-num_rows // constants["BLOCK_R"])
         _own_columns((programs,), (pooled.contiguous(), out, num_rows), constants | overlap)
     return out
+
+
+def clear_rows_behind(x: Tensor, offsets: Tensor) -> None:
+    """Set the rows of ``x`` ``[R, E]`` behind the last offset to zero."""
+    num_rows, width = x.shape
+    if num_rows:
+        _clear(
+            (min(num_rows, CLEARING_PROGRAMS),),
+            (x, offsets.contiguous(), offsets.shape[0] - 1, num_rows),
+            {"D": width, "BLOCK_D": min(1024, padded_width(width))},
+        )
 
 
 def gradient_of_pooled(
@@ -401,15 +437,21 @@ def _launch_to_heads(chain: Chain, listing: Listing | None, constants: Constants
 
 
 def _launch_from_heads(
-    chain: Chain, inverses: Tensor | None, filled: Tensor | None, constants: Constants
+    chain: Chain,
+    inverses: Tensor | None,
+    filled: Tensor | None,
+    constants: Constants,
+    query_offsets: Tensor | None = None,
 ) -> None:
-    num_rows = chain.x.shape[0]
+    num_rows, num_samples = chain.x.shape[0], 0
     if num_rows:
+        if query_offsets is not None:
+            query_offsets, num_samples = query_offsets.contiguous(), query_offsets.shape[0] - 1
         blocks = 1 if chain.out is None else -(-constants.C // constants.BLOCK_C)
         options = {"launch_pdl": True} if constants.OVERLAP else {}
         _from_heads(
             (-(-num_rows // constants.BLOCK_R), blocks),
-            (chain, inverses, filled, num_rows),
+            (chain, inverses, filled, query_offsets, num_rows, num_samples),
             {"C": constants, **options},
         )
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
@@ -101,11 +102,13 @@ def _sum_rows(
     tl.store(sums_ptr + e, tl.sum(acc, 0), mask=e < E)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_of_split"])
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "rows_of_split"])
 def _splits_kernel(
     sums_ptr,  # [splits, SIZE] fp32
     rows,  # ProjectionRows
+    query_offsets_ptr,  # [B + 1] of jagged targets, or None: all rows are summed
     num_rows,
+    num_samples,
     rows_of_split,
     H: tl.constexpr,
     X: tl.constexpr,
@@ -134,6 +137,8 @@ def _splits_kernel(
     split = tl.program_id(1)
     begin = split * rows_of_split
     end = tl.minimum(begin + rows_of_split, num_rows)
+    if query_offsets_ptr is not None:
+        end = tl.minimum(end, tl.load(query_offsets_ptr + num_samples).to(end.dtype))
     sums_ptr += split.to(tl.int64) * SIZE
     if C != E or rows.v is None or rows.target.dtype != rows.v.dtype:
         TILES_EC: tl.constexpr = TILES_E * ((C + BLOCK_E - 1) // BLOCK_E)
@@ -258,8 +263,11 @@ _sum_splits = Launcher(_splits_kernel)
 _add_splits = Launcher(_add_splits_kernel)
 
 
-def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> None:
-    """Write ``grads``, the gradients at the top of this file, of ``rows``.
+def parameter_gradients(
+    rows: ProjectionRows, grads: ProjectionGradients, query_offsets: Tensor | None = None
+) -> None:
+    """Write ``grads``, the gradients at the top of this file, of ``rows``, up to the last of
+    ``query_offsets``, if there are any.
 
     Products are in the dtype of ``rows.grad_q``, to which others are cast as they are read.
     """
@@ -280,7 +288,11 @@ def parameter_gradients(rows: ProjectionRows, grads: ProjectionGradients) -> Non
     rows_of_split = max(ROWS, rows_of_split)
     num_splits = max(1, -(-num_rows // rows_of_split))
     sums = grad_q.new_empty(num_splits, plan.size, dtype=torch.float32)
-    _sum_splits((plan.num_tiles, num_splits), (sums, rows, num_rows, rows_of_split), plan.of_splits)
+    num_samples = 0
+    if query_offsets is not None:
+        query_offsets, num_samples = query_offsets.contiguous(), query_offsets.shape[0] - 1
+    sizes = num_rows, num_samples, rows_of_split
+    _sum_splits((plan.num_tiles, num_splits), (sums, rows, query_offsets, *sizes), plan.of_splits)
     _add_splits((plan.num_blocks, 6), (sums, grads, num_splits), plan.of_sums)
 
 
