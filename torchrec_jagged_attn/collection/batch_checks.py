@@ -19,19 +19,20 @@ from torchrec_jagged_attn.modules.owned_rows import RemoteHistory
 
 def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
     """The rows of a key, repeated where several samples have them, as lookups do."""
-    if not is_scripting() and isinstance(features, PaddedFeatures):
-        return features.rows_of(name)
-    sequence = features[name]
-    if not is_scripting() and features.variable_stride_per_key():
-        keys, inverse_indices = features.inverse_indices()
-        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-            inverse_indices[keys.index(name)].int(),
-            sequence.lengths(),
-            sequence.values(),
-            sequence.weights_or_none(),
-        )
-        return JaggedTensor(values, lengths=lengths, weights=weights)
-    return sequence
+    if not is_scripting():  # which would compile the operands of an ``and``
+        if isinstance(features, PaddedFeatures):
+            return features.rows_of(name)
+        if features.variable_stride_per_key():
+            sequence = features[name]
+            keys, inverse_indices = features.inverse_indices()
+            lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+                inverse_indices[keys.index(name)].int(),
+                sequence.lengths(),
+                sequence.values(),
+                sequence.weights_or_none(),
+            )
+            return JaggedTensor(values, lengths=lengths, weights=weights)
+    return features[name]
 
 
 def with_counts(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
