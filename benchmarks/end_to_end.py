@@ -1,28 +1,30 @@
 """Time whole training steps of a DLRM whose histories are pooled by ours, by peers, or by a sum.
 
-    python benchmarks/end_to_end.py --csv end_to_end_gpus.csv
-    torchrun --nproc-per-node 2 benchmarks/end_to_end.py --csv end_to_end_gpus.csv
+    python benchmarks/end_to_end.py --csv end_to_end_graphs.csv
+    torchrun --nproc-per-node 2 benchmarks/end_to_end.py --csv end_to_end_graphs.csv
     python benchmarks/end_to_end.py --quick                     # tiny; always so without a GPU
 
-``DistributedModelParallel``, fused RowWiseAdagrad, ``TrainPipelineSparseDist``; on GPUs NCCL,
-autocast and lookups in bf16. A batch has 26 pooled features of one id, an item and its histories,
-whose lengths are log-normal and clipped at four times their mean. With ``--candidates 32``, so many
-samples are candidates of one request, and have its histories and features. On several ranks, the
-item table, and what is looked up in one with it, is sharded by row, the others are spread table by
-table. Adam is for all else than the tables.
+``DistributedModelParallel``, fused RowWiseAdagrad, ``TrainPipelineSparseDist`` or
+``TrainPipelineCudaGraph``; on GPUs NCCL, autocast and lookups in bf16. A batch has 26 pooled
+features of one id, an item and its histories, whose lengths are log-normal and clipped at four
+times their mean. With ``--candidates 32``, so many samples are candidates of one request, and have
+its histories and features. On several ranks, the item table, and what is looked up in one with it,
+is sharded by row, the others are spread table by table. Adam is for all else than the tables.
 
 Output and gradients of each attention are first held against fp64. A model is made once for each
 provider, and goes through all mean lengths; all go through the same batches, and none
 shares its tables. A step's time is that of the slowest rank, in the median of rounds, in which
-models take turns: each batch once without being timed, then four times. Peak memory has the model's
-own tables in it, but not what the other models hold.
+models take turns: each batch once without being timed, then four times. A
+``TrainPipelineCudaGraph`` is made anew for each mean length, and all of its timed steps are
+replayed. Peak memory, allocated and reserved, has the model's own tables in it, but not what the
+other models hold. Only reserved memory includes that of CUDA graphs, and none includes NCCL's.
 
 Bytes sent are those of all collectives in a step, in the mean of ranks, without what stays on its
 rank. Those that depend on the length of histories are what the same batches send beyond the newest
-event of each history; rows and their gradients are the part of them in floating point. Last, some
-steps are profiled on each rank. GPU busy is the part of the first rank's step in which anything
-runs on the GPU, host is what remains of the step, and the ten kernels that take most are named.
-Communication waits for the slowest rank.
+event of each history; rows and their gradients are the part of them in floating point. They are
+not counted with a CUDA graph. Last, some steps are profiled on each rank. GPU busy is the part of
+the first rank's step in which anything runs on the GPU, and the ten kernels that take most are
+named. Communication waits for the slowest rank.
 
 Figures are written as they come. What stands in the CSV is not measured again. A provider that ran
 out of memory beside the others is left for the next call of the same command, which then measures
@@ -57,6 +59,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torchrec.datasets.utils import Batch
+from torchrec.distributed import TrainPipelineSparseDist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -71,6 +74,7 @@ from end_to_end_models import (
     make_pipeline,
     newest_events,
     process_group,
+    shard,
 )
 from end_to_end_peers import PROVIDERS, check_attentions, in_a_line, set_longest
 from end_to_end_results import SIZES, add, matching, measured_with, step_table
@@ -79,13 +83,14 @@ from figures import LACKS_MEMORY
 from options import HelpFormatter, number, writable_file
 
 from torchrec_jagged_attn.modules.target_attention_arguments import check_target_heads
+from torchrec_jagged_attn.pipeline.train_pipeline import WARM_UP_STEPS
 
 BATCHES = {200: 4096, 1000: 2048, 4000: 512}
 """Samples of a step and rank, unless --batch says so: of this mean, or of the next smaller one."""
 QUICK = Sizes(5, 16, features=3, feature_rows=40, item_rows=60, width=32,
               dense=(16,), over=(16, 1))  # fmt: skip
-DEFAULT = ("sum", "linear-varlen", "ours", "ours-value-projection", "ours-rows-travel")
-WAYS = ("by_popularity", "cuda_graph", "fused")  # in which cases of equal sizes differ
+DEFAULT = ("sum", "sum-graph", "linear-varlen", "ours", "ours-graph")
+WAYS = ("by_popularity", "fused")  # in which cases of equal sizes differ
 NUM_BATCHES = 4  # which steps go through again and again
 WARMUP = 4  # steps before all else: those ahead of a pipeline are of the batches before
 STEPS_OF_ROUND = 4 * NUM_BATCHES
@@ -98,11 +103,12 @@ class Training:
 
     Args:
         warmup: steps with new batches that go before all else.
-        sharding: of :func:`make_pipeline`.
+        sharding: of :func:`shard`.
 
     Attributes:
         rows_per_sample: of its histories, in the mean.
         times: milliseconds of a step, of each round of the sizes that it has now.
+        held: bytes of allocated and of reserved memory that it holds between steps.
     """
 
     def __init__(
@@ -116,27 +122,34 @@ class Training:
     ) -> None:
         self.name, self.device = name, device
         self.on_gpu, self.provider = device.type == "cuda", PROVIDERS[name]
-        self.warmup = warmup
-        before = torch.cuda.memory_allocated() if self.on_gpu else 0
+        self.warmup = warmup + WARM_UP_STEPS * self.provider.graph
+        self.sizes: Sizes | None = None
+        self.times_of: dict[Sizes, list[float]] = {}
+        before = self.memory()
         torch.manual_seed(0)
         model = make_model(self.provider, sizes)
-        self.pipeline = make_pipeline(
-            self.provider,
-            model,
-            sizes.batch,
-            device,
-            sharding=sharding,
-            cuda_graph=sizes.cuda_graph,
-            fused=sizes.fused,
+        self.model, self.optimizer = shard(
+            self.provider, model, sizes.batch, device, sharding=sharding
         )
+        self.pipeline = self.make_pipeline(sizes)
+        self.held = self.memory() - before
         self.use(sizes)
-        self.held = torch.cuda.memory_allocated() - before if self.on_gpu else 0
+
+    def make_pipeline(self, sizes: Sizes) -> TrainPipelineSparseDist:
+        return make_pipeline(
+            self.provider, self.model, self.optimizer, self.device, fused=sizes.fused
+        )
 
     def use(self, sizes: Sizes) -> None:
         """Goes on with batches of other lengths, or another number of samples."""
-        before = getattr(self, "sizes", sizes)  # some of whose batches the pipeline still has
-        self.sizes, self.times = sizes, []
-        set_longest(self.pipeline._model, CLIP * max(sizes.mean, before.mean))
+        if sizes == self.sizes:
+            return
+        held_before = self.memory()
+        before = self.sizes or sizes  # some of whose batches the pipeline still has
+        if self.sizes is not None and self.provider.graph:
+            self.renew_pipeline(sizes)  # or it has the capacities of other batches
+        self.sizes, self.times = sizes, self.times_of.setdefault(sizes, [])
+        set_longest(self.model, CLIP * max(sizes.mean, before.mean))
         by_request = self.provider.by_request
         self.made = make_batches(
             sizes, NUM_BATCHES, self.device, dist.get_rank(), by_request=by_request
@@ -146,7 +159,26 @@ class Training:
         ]
         self.rows_per_sample = sizes.histories * torch.cat(lengths).double().mean().item()
         self.go_through(self.made)
-        set_longest(self.pipeline._model, CLIP * sizes.mean)
+        set_longest(self.model, CLIP * sizes.mean)
+        self.held += self.memory() - held_before
+
+    def renew_pipeline(self, sizes: Sizes) -> None:
+        """Trains on the batches that are in the pipeline, and makes another one."""
+        self.batches = iter(())
+        with contextlib.suppress(StopIteration):
+            while True:
+                self.step()
+        self.pipeline.detach()
+        self.pipeline = None
+        clear_memory()
+        self.pipeline = self.make_pipeline(sizes)
+
+    def memory(self) -> Tensor:
+        """Bytes that all models hold on this GPU, allocated and reserved; zeros on a CPU."""
+        if not self.on_gpu:
+            return torch.zeros(2)
+        torch.cuda.empty_cache()
+        return torch.tensor([torch.cuda.memory_allocated(), torch.cuda.memory_reserved()])
 
     def go_through(self, batches: list[Batch]) -> None:
         """Takes these batches from now on, once those ahead are through."""
@@ -174,12 +206,28 @@ class Training:
             torch.cuda.empty_cache()  # what the one before left there is none of its time
         self.run(NUM_BATCHES)
         dist.barrier()
-        seconds = self.over_ranks(self.run(STEPS_OF_ROUND), dist.ReduceOp.MAX)
+        with self.replays(STEPS_OF_ROUND):
+            seconds = self.over_ranks(self.run(STEPS_OF_ROUND), dist.ReduceOp.MAX)
         self.times.append(seconds[0] / STEPS_OF_ROUND * 1e3)
+
+    @contextlib.contextmanager
+    def replays(self, steps: int) -> Iterator[None]:
+        """Checks that so many steps of a ``TrainPipelineCudaGraph`` are replayed."""
+        if not self.provider.graph:
+            yield
+            return
+        before = self.pipeline.num_replayed_steps
+        yield
+        replayed = self.pipeline.num_replayed_steps - before
+        if replayed != steps:
+            raise RuntimeError(
+                f"all {steps} steps must be replayed, got {replayed}; eager steps by reason: "
+                f"{dict(self.pipeline.eager_steps)}"
+            )
 
     def over_ranks(self, values: Any, op: dist.ReduceOp.RedOpType) -> list[float]:
         """Figures of all ranks as one."""
-        of_all = torch.atleast_1d(torch.tensor(values, device=self.device, dtype=torch.float64))
+        of_all = torch.atleast_1d(torch.as_tensor(values, dtype=torch.float64).to(self.device))
         dist.all_reduce(of_all, op)
         return of_all.tolist()
 
@@ -198,13 +246,13 @@ class Training:
         figures = [total, (total - short) * share, (floats - short_floats) * share]
         return [x / dist.get_world_size() for x in self.over_ranks(figures, dist.ReduceOp.SUM)]
 
-    def peak(self) -> float:
-        """MiB that a step takes, tables included."""
-        others = torch.cuda.memory_allocated() - self.held
+    def peaks(self) -> list[float]:
+        """MiB of allocated and of reserved memory that a step takes, tables included."""
+        others = self.memory() - self.held
         torch.cuda.reset_peak_memory_stats()
         self.run(NUM_BATCHES)
-        peak = torch.cuda.max_memory_allocated() - others
-        return self.over_ranks(peak / 2**20, dist.ReduceOp.MAX)[0]
+        peaks = torch.tensor([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()])
+        return self.over_ranks((peaks - others) / 2**20, dist.ReduceOp.MAX)
 
     def figures(self) -> Iterator[dict[str, Any]]:
         """Rows of the CSV, with metric, quantiles and unit."""
@@ -214,10 +262,13 @@ class Training:
         yield {"metric": "throughput", "unit": "samples/s", "median": samples / median,
                "p20": samples / p80, "p80": samples / p20}  # fmt: skip
         if self.on_gpu:
-            yield {"metric": "peak_memory", "unit": "MiB", "median": self.peak()}
+            for name, peak in zip(("peak_memory", "peak_reserved"), self.peaks(), strict=True):
+                yield {"metric": name, "unit": "MiB", "median": peak}
 
     def traffic(self) -> Iterator[dict[str, Any]]:
         """Rows of the CSV, of several ranks."""
+        if self.provider.graph:  # replayed collectives cannot be counted
+            return
         names = ("sent", "sent_by_length", "sent_rows")
         for name, sent in zip(names, self.sent_bytes(), strict=True):
             yield {"metric": name, "unit": "MiB", "median": sent / 2**20}
@@ -225,7 +276,10 @@ class Training:
     def profile(self) -> Iterator[dict[str, Any]]:
         """Rows of the CSV from a profile."""
         self.run(1)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        with (
+            self.replays(STEPS_TO_PROFILE),
+            profile(activities=[ProfilerActivity.CUDA]) as profiled,
+        ):
             self.run(STEPS_TO_PROFILE)
         if dist.get_rank() > 0:
             return
@@ -235,6 +289,8 @@ class Training:
             trace = Trace(json.loads(file.read_text())["traceEvents"])
         busy = trace.busy_us / STEPS_TO_PROFILE / 1e3
         yield {"metric": "gpu_busy", "unit": "ms", "median": busy}
+        share = busy / float(np.median(self.times))
+        yield {"metric": "gpu_busy_share", "unit": "of step", "median": share}
         for i, (name, us) in enumerate(itertools.islice(trace.kernels_us.items(), KERNELS), 1):
             yield {"metric": f"kernel_{i}", "unit": "ms", "note": name[:200],
                    "median": us / STEPS_TO_PROFILE / 1e3}  # fmt: skip
@@ -286,7 +342,8 @@ class Measurement:
                 self.attempt(name, own, lambda name=name, own=own: self.build(name, own[0]))
         for sizes in missing:
             self.time(sizes, missing[sizes], rounds)
-        for sizes in missing if self.device.type == "cuda" else ():
+        # The last sizes first, which pipelines have already.
+        for sizes in reversed(missing) if self.device.type == "cuda" else ():
             self.in_turns(sizes, missing[sizes], lambda training, of=sizes: training.use(of))
             self.in_turns(sizes, missing[sizes], lambda x: self.write(x, x.profile()))
         self.trainings.clear()
@@ -384,8 +441,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--csv", type=writable_file, help="what stands there is not measured again")
     parser.add_argument("--rounds", type=number(int, 2, 1000), default=5,
                         help="whose median is a step's time")
-    parser.add_argument("--cuda-graph", action="store_true",
-                        help="dense layers are CUDA graphs in all models")
     parser.add_argument("--fused", action="store_true",
                         help="in a TrainPipelineFusedSparseDist, which starts lookups earlier")
     of_sizes = parser.add_argument_group("sizes", "of the model and its batches, see Sizes")
@@ -409,11 +464,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         if sizes.candidate_features > sizes.features:
             parser.error(f"--candidate-features must be at most all {sizes.features} features, "
                          f"got {sizes.candidate_features}")  # fmt: skip
-    for option in ("cuda_graph", "fused"):
-        if getattr(args, option) and not torch.cuda.is_available():
-            parser.error(f"--{option.replace('_', '-')} needs a GPU, got none")
-    if args.cuda_graph and len({sizes.batch for sizes in all_sizes}) > 1:
-        parser.error("--cuda-graph must go with batches of one size: give --batch")
+    if args.fused and not torch.cuda.is_available():
+        parser.error("--fused needs a GPU, got none")
+    if args.fused and (graphs := [name for name in args.providers if PROVIDERS[name].graph]):
+        parser.error(f"--fused needs providers without a CUDA graph, got {', '.join(graphs)}")
     return args
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from cuda_graphs import replay_dense_layers
 from end_to_end_peers import Provider, make_collection
 from fbgemm_gpu.split_embedding_configs import SparseType
 from selecting import SelectingTrain, ShareOfHistory
@@ -41,6 +40,7 @@ from torchrec_jagged_attn import (
     embedding_parameters,
 )
 from torchrec_jagged_attn.events import EventSelection
+from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph
 
 NUM_DENSE = 13
 CLIP = 4
@@ -67,7 +67,6 @@ class Sizes:
     # Whether the table is in this order. Else popular rows lie all over it, as where ids are
     # hashed.
     by_popularity: bool = False
-    cuda_graph: bool = False  # whether dense layers are replayed
     fused: bool = False  # whether the pipeline is a TrainPipelineFusedSparseDist
     dense: tuple[int, ...] = (512, 256)  # widths of the layers for dense features; width follows
     over: tuple[int, ...] = (1024, 1024, 512, 256, 1)  # widths of the layers after the interaction
@@ -226,30 +225,23 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
     return SelectingTrain(model, nn.Sequential(*newest))
 
 
-def make_pipeline(
+def shard(
     provider: Provider,
     model: DLRMTrain,
     batch: int,
     device: torch.device,
     *,
     sharding: str = "row_wise",
-    cuda_graph: bool = False,
-    fused: bool = False,
     table_lr: float = 0.01,
-) -> TrainPipelineSparseDist:
-    """A model of ``provider``, sharded, with its optimizers.
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """A model of ``provider``, sharded, and its optimizers.
 
     Args:
         batch: samples of a step, of each rank.
         sharding: of the largest table, and of all that one lookup looks up with it; others are
             spread table by table.
-        cuda_graph: whether dense layers are replayed.
-        fused: whether it is a ``TrainPipelineFusedSparseDist``.
         table_lr: learning rate of RowWiseAdagrad.
     """
-    if cuda_graph:
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            replay_dense_layers(model.model, batch, device, torch.bfloat16)
     apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": table_lr})
     sharders = make_sharders(provider, device)
     tables = model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
@@ -280,10 +272,23 @@ def make_pipeline(
     adam = KeyedOptimizerWrapper(
         dense, lambda params: torch.optim.Adam(params, lr=1e-3, fused=device.type == "cuda")
     )
-    optimizer = CombinedOptimizer([sharded.fused_optimizer, adam])
-    # Modules before the lookups are pipelined if it is told so.
+    return sharded, CombinedOptimizer([sharded.fused_optimizer, adam])
+
+
+def make_pipeline(
+    provider: Provider,
+    model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    device: torch.device,
+    *,
+    fused: bool = False,
+) -> TrainPipelineSparseDist:
+    """The pipeline of ``provider``, a ``TrainPipelineFusedSparseDist`` if it is ``fused``."""
     make = TrainPipelineFusedSparseDist if fused else TrainPipelineSparseDist
-    return make(sharded, optimizer, device, pipeline_postproc=provider.budget < 1)
+    if provider.graph:
+        make = TrainPipelineCudaGraph
+    # Modules before the lookups are pipelined only with this argument.
+    return make(model, optimizer, device, pipeline_postproc=provider.budget < 1)
 
 
 def make_sharders(provider: Provider, device: torch.device) -> list[ModuleSharder]:

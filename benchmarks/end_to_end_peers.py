@@ -175,6 +175,8 @@ class Provider:
     """A way to pool histories."""
 
     does: str  # in a few words
+    attends: bool = True  # else histories are pooled by an EmbeddingBagCollection
+    graph: bool = False  # whether the pipeline is a TrainPipelineCudaGraph
     # Of the attention, besides target and history.
     options: dict[str, Any] = field(default_factory=dict)
     # A peer's attention in the place of ours, behind the same linear layers.
@@ -191,15 +193,19 @@ class Provider:
 
 peer = functools.partial(Provider, options=AS_PEERS, rows_stay=False)
 PROVIDERS = {
-    "sum": Provider("EmbeddingBagCollection, no attention"),
+    "sum": Provider("EmbeddingBagCollection, no attention", attends=False),
+    "sum-graph": Provider("the same in a TrainPipelineCudaGraph", attends=False, graph=True),
     "padded": peer("linear layers, padding, scaled_dot_product_attention", attend=padded_sdpa),
     "padded-din": peer("padding, an MLP of [q, x, q − x, q · x], a softmax", din=True),
     "fbgemm-sll": peer("linear layers, FBGEMM's sll_jagged_dense_flash_attention",
                        attend=fbgemm_sll),
     "linear-varlen": peer("linear layers, FlashAttention-2 of jagged rows", attend=varlen),
     "ours": Provider("TargetAttentionEmbeddingBagCollection, by default"),
-    "ours-value-projection": Provider("with value_projection=True", {"value_projection": True}),
-    "ours-as-peers": Provider("the function of peers: values projected, no bias", AS_PEERS),
+    "ours-graph": Provider("the same in a TrainPipelineCudaGraph", graph=True),
+    "ours-value-projection": Provider("with value_projection=True",
+                                      options={"value_projection": True}),
+    "ours-as-peers": Provider("the function of peers: values projected, no bias",
+                              options=AS_PEERS),
     "ours-rows-travel": Provider("by default, sharded as by TorchRec", rows_stay=False),
     "ours-single-ids": Provider("with single_id_features: one lookup of all", single_ids=True),
     "ours-index-dedup": Provider("and with TorchRec's use_index_dedup", rows_stay=False,
@@ -225,7 +231,7 @@ def make_collection(
         candidate_features: pooled features of candidates, not of requests.
     """
     meta = torch.device("meta")
-    if provider is PROVIDERS["sum"]:
+    if not provider.attends:
         return EmbeddingBagCollection(tables, device=meta)
     collection = TargetAttentionEmbeddingBagCollection(
         tables,
@@ -295,7 +301,7 @@ def check_attentions(
     failed = {}
     for name in names:
         provider = PROVIDERS[name]
-        if provider.din or provider is PROVIDERS["sum"]:
+        if provider.din or not provider.attends:
             continue
         with RoundingErrors(dtype) as errors:
             expected = results(provider, torch.float64)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from end_to_end_models import make_pipeline, process_group
+from end_to_end_models import make_pipeline, process_group, shard
 from end_to_end_peers import PROVIDERS, Provider, in_a_line, make_collection
 from end_to_end_results import add, matching, measured_with
 from events import NUM_DENSE_FEATURES, Events, Examples, evaluation_batches, training_batches
@@ -95,13 +95,14 @@ def curve(
     """
     torch.manual_seed(0)
     of_rank = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    pipeline = make_pipeline(
+    model, optimizer = shard(
         provider,
         make_model(provider, events),
         BATCH // of_rank["world_size"],
         device,
         table_lr=table_lr,
     )
+    pipeline = make_pipeline(provider, model, optimizer, device)
     testing = events.testing()
     every = evaluation_batches(len(testing), BATCH, **of_rank)
     for epoch in range(epochs):

@@ -45,7 +45,8 @@ def step_table(frame: pd.DataFrame) -> str:
     """Figures of a step, kernels that take most of it, and what was refused."""
     of = frame.pivot(index="provider", columns="metric", values="median")
     of = of.reindex([name for name in PROVIDERS if name in of.index])
-    figures = ["time", "gpu_busy", "peak_memory", "sent", "sent_by_length", "sent_rows"]
+    figures = ["time", "gpu_busy", "gpu_busy_share", "peak_memory", "peak_reserved"]
+    figures += ["sent", "sent_by_length", "sent_rows"]
     shown = of.reindex(columns=[*figures, "throughput"])
     shown["× sum"] = shown["throughput"] / shown["throughput"].get("sum", math.nan)
     shown = shown.dropna(how="all")
