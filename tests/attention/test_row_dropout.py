@@ -12,6 +12,9 @@ from tests.combinations import each_pair
 from tests.modules.test_self_attention import attention_peer, layer_peer, run, run_by_sample
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
 from tests.oracles import flash_attention_oracle, target_attention_oracle
+from tests.target_attention.test_log_sum_exp import attend
+from tests.target_attention.test_log_sum_exp import joined as joined_with_lse
+from tests.target_attention.test_log_sum_exp import make_inputs as make_target_inputs
 from tests.target_attention.test_target_attention import LENGTHS, inputs_of_layout
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
@@ -24,7 +27,7 @@ from torchrec_jagged_attn import (
     jagged_flash_attention,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows
+from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 
 
@@ -186,3 +189,40 @@ def test_of_a_collection():
         TargetAttentionEmbeddingBagCollection(
             tables, TargetAttentionConfig("item", "history", row_dropout=1.0)
         )
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "dtype"),
+    [(1, torch.float32), (3, torch.float16), (9, torch.float32), (40, torch.float16)],
+)
+def test_row_numbers_beyond_32_bits(num_targets, dtype, device):
+    """Rows are dropped by all bits of their numbers, weights by the lowest 32."""
+    lengths = [40, 0, 3, 20, 1]
+    inputs = make_target_inputs(device, dtype, num_targets, 2, "tables", lengths)
+    samples = torch.arange(len(lengths), device=device).repeat_interleave(
+        torch.tensor(lengths, device=device)
+    )
+    positions = torch.arange(sum(lengths), device=device) - inputs["offsets"][1:][samples]
+    numbers, ends = ((samples + 1) << 32) + positions, torch.arange(1, 6, device=device) << 32
+    drops = {
+        name: torch.tensor([seed, 2**30], device=device)
+        for name, seed in (("row_dropout", 5), ("dropout", 7))
+    }
+    dropped = dropped_rows(drops["row_dropout"], len(numbers), numbers)
+    assert not torch.equal(dropped, dropped_rows(drops["row_dropout"], len(numbers), positions))
+    r = torch.arange(len(lengths) * num_targets * 2, device=device)
+    factors = weight_factors(drops["dropout"], r, numbers)
+    numbered = functools.partial(attend, row_numbers=numbers, row_number_ends=ends, **drops)
+
+    def oracle(history, **others):
+        weights = history.new_ones(len(numbers)).masked_fill(dropped, 0)
+        out, lse = target_attention_oracle(
+            history=history,
+            prior_weights=weights,
+            weight_factors=factors.view(-1, 2, len(numbers)),
+            return_lse=True,
+            **others,
+        )
+        return joined_with_lse(out, lse)
+
+    assert_matches_oracle(numbered, oracle, inputs)
