@@ -25,7 +25,7 @@ from figures import NO_MEMORY, RESULTS, Cell, Figures, files_of, parsed
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from specs import LOGS, MEANS, OPS, POOLINGS, STEP_PROVIDERS
+from specs import GRAPH_PROVIDERS, LOGS, MEANS, OPS, POOLINGS, STEP_PROVIDERS
 
 matplotlib.use("Agg")
 
@@ -187,6 +187,27 @@ def end_to_end_gpus(figures: Figures, figure: Figure) -> None:
     figure.axes[0].legend()
 
 
+def end_to_end_graphs(figures: Figures, figure: Figure) -> None:
+    """Time of a step by mean length, for each number of GPUs; dashed with a CUDA graph."""
+    cases = {gpus: [step_case(mean, gpus, SHARDINGS[0]) for mean in MEANS] for gpus in GPUS}
+    panels = [gpus for gpus in GPUS if {*cases[gpus]} & {*figures.cases}]
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for ax, gpus in zip(axes, panels, strict=True):
+        for name in GRAPH_PROVIDERS:
+            times = [_float(figures.find(parsed(f"{name} time", x, "step"))) for x in cases[gpus]]
+            eager = name.removesuffix("-graph")
+            style = "-" if name == eager else "--"
+            look = {"color": SHOWN[eager], "linestyle": style, "label": STEP_PROVIDERS[name]}
+            ax.plot(MEANS, times, marker="o", **look)
+        title = f"{gpus} GPU" + "s" * (gpus > 1)
+        ax.set(title=title, xlabel="mean length of a history", xscale="log", ylim=0)
+        measured = [n for n, x in zip(MEANS, cases[gpus], strict=True) if x in figures.cases]
+        ax.set_xticks(measured, [f"{n:,}" for n in measured])
+        ax.minorticks_off()
+    axes[0].set_ylabel("time of a step, ms")
+    axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
 def end_to_end_quality(figures: Figures, figure: Figure) -> None:
     """AUC and NE while one attention is trained, as peers and ours compute it."""
     epochs: dict[str, list[str]] = {}
@@ -293,6 +314,7 @@ SUITES = tuple(dict.fromkeys(parsed(words).case.split("/")[0] for words in ROOFL
 PLOTS = (
     Plot(end_to_end, ("end_to_end",), (10, 4), "Training speed of a whole model", "sum"),
     Plot(end_to_end_gpus, ("end_to_end_gpus",), (10, 3), "Training speed by number of GPUs"),
+    Plot(end_to_end_graphs, ("end_to_end_graphs",), (10, 3.5), "Step time with CUDA graphs"),
     Plot(end_to_end_memory, ("end_to_end",), (10, 4), "Memory of a whole model"),
     Plot(
         end_to_end_quality, ("end_to_end_quality",), (9, 6), "One function, computed in three ways"
@@ -313,7 +335,7 @@ def name_of(plot: Plot) -> str:
 def digest(plot: Plot) -> str:
     """Of a plot's figures, of this file, which draws it, and of its words."""
     files = (Path(__file__), *plot.files)
-    words = repr((LOGS, MEANS, OPS, POOLINGS, STEP_PROVIDERS)).encode()
+    words = repr((GRAPH_PROVIDERS, LOGS, MEANS, OPS, POOLINGS, STEP_PROVIDERS)).encode()
     return hashlib.sha256(b"\0".join([words, *(x.read_bytes() for x in files)])).hexdigest()
 
 

@@ -30,11 +30,13 @@ class Table:
 
 STEP_PROVIDERS = {
     "sum": "sum pooling",
+    "sum-graph": "sum pooling, CUDA graph",
     "padded": "linear + padded SDPA",
     "padded-din": "padded activation unit",
     "fbgemm-sll": "linear + FBGEMM, SLL",
     "linear-varlen": "linear + FlashAttention-2",
     "ours": "ours",
+    "ours-graph": "ours, CUDA graph",
     "ours-value-projection": "ours, values projected",
     "ours-as-peers": "ours, the function of peers",
     "ours-rows-travel": "ours, rows travel",
@@ -44,6 +46,8 @@ STEP_PROVIDERS = {
     "ours-by-request": "ours, by request, one lookup",
 }
 """Those of ``end_to_end.py``, in words."""
+GRAPH_PROVIDERS = ("sum", "sum-graph", "linear-varlen", "ours", "ours-graph")
+"""Those that are compared with and without a ``TrainPipelineCudaGraph``."""
 MEANS = (50, 200, 1000, 4000)
 POOLINGS = {
     "mean": "mean",
@@ -390,13 +394,24 @@ MODEL_TABLES = {
         results=("end_to_end",),
     ),
     "end_to_end_gpus": by_gpus("{* time} ({* gpu_busy}), {* throughput}"),
+    "end_to_end_graphs": Table(
+        "events | GPUs",
+        {f"{n:,} | {gpus}": step_case(n, gpus, SHARDINGS[0]) for n in MEANS for gpus in GPUS},
+        lines(
+            *(
+                f"{STEP_PROVIDERS[x]} = {{{x} time}} ({{{x} gpu_busy}}), {{{x} throughput ×}} ×"
+                for x in GRAPH_PROVIDERS
+            )
+        ),
+        ours="sum",
+        mode="step",
+    ),
     "end_to_end_sent": by_gpus("{* sent}, {* sent_by_length}, {* sent_rows}"),
     "end_to_end_ways": Table(
         "on two GPUs",
         {
             "200 events": "mean-200-2-gpus-row_wise",
             "1,000 events": "mean-1000-2-gpus-row_wise",
-            "1,000 events, CUDA graphs of dense layers": "mean-1000-2-gpus-row_wise-cuda-graph",
             "1,000 events, `TrainPipelineFusedSparseDist`": "mean-1000-2-gpus-row_wise-fused",
             "1,000 events, popular ids in one shard": "mean-1000-2-gpus-row_wise-by-popularity",
             "4,000 events": "mean-4000-2-gpus-row_wise",

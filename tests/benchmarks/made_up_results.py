@@ -47,7 +47,8 @@ def write_steps(folder: Path) -> None:
         *step_rows(4000, 1, lacking_memory=("padded", "padded-din")),
     ]  # fmt: skip
     add(folder / "end_to_end.csv", rows)
-    add(folder / "end_to_end_gpus.csv", [*step_rows(1000, 1), *step_rows(1000, 2)])
+    for name in ("end_to_end_gpus", "end_to_end_graphs"):
+        add(folder / f"{name}.csv", [*step_rows(1000, 1), *step_rows(1000, 2)])
 
 
 def write_curves(folder: Path) -> None:

@@ -18,7 +18,10 @@ from figures import RESULTS, Figures, parsed
 
 from tests.benchmarks import made_up_results
 
-OF_MODELS = {"end_to_end", "end_to_end_gpus", "end_to_end_quality", "quality"}
+OF_MODELS = {
+    *("end_to_end", "end_to_end_gpus", "end_to_end_graphs"),
+    *("end_to_end_quality", "quality"),
+}
 """Files that :mod:`made_up_results` writes."""
 
 
@@ -86,9 +89,9 @@ def test_stale_plots_are_named(tmp_path, monkeypatch, capsys):
 def test_speed_is_to_that_of_sum_pooling_and_a_gap_says_why(results):
     (ax,) = plots.drawn(plot_of(plots.end_to_end)).axes
     of = {bars.get_label(): [bar.get_height() for bar in bars] for bars in ax.containers}
-    assert of["ours"] == pytest.approx([10 / 7.5] * 3, rel=1e-3)
+    assert of["ours"] == pytest.approx([10 / 7] * 3, rel=1e-3)
     padded = of["linear + padded SDPA"]
-    assert padded[:2] == pytest.approx([10 / 9.5] * 2, rel=1e-3)
+    assert padded[:2] == pytest.approx([10 / 9] * 2, rel=1e-3)
     assert padded[2] != padded[2]
     texts = [text.get_text().strip() for text in ax.texts]
     assert texts.count("out of memory") == 2
@@ -105,10 +108,23 @@ def test_speed_by_number_of_gpus_is_of_the_faster_sharding(results):
     lines = {line.get_label(): line for line in ax.lines}
     assert [*lines] == ["sum pooling", "linear + FlashAttention-2", "ours"]
     assert lines["ours"].get_xdata().tolist() == [1, 2]
-    of_one = made_up_results.BATCH / 7.5
+    of_one = made_up_results.BATCH / 7
     assert lines["ours"].get_ydata().tolist() == pytest.approx([of_one, 2 * of_one], rel=1e-3)
     of_one = made_up_results.BATCH / 10
     assert lines["sum pooling"].get_ydata() == pytest.approx([of_one, 4 * of_one], rel=1e-3)
+
+
+def test_steps_with_and_without_a_cuda_graph(results):
+    axes = plots.drawn(plot_of(plots.end_to_end_graphs)).axes
+    assert [ax.get_title() for ax in axes] == ["1 GPU", "2 GPUs"]
+    for ax in axes:
+        lines = {line.get_label(): line for line in ax.lines}
+        assert [*lines] == [specs.STEP_PROVIDERS[name] for name in specs.GRAPH_PROVIDERS]
+        ours, graph = lines["ours"], lines["ours, CUDA graph"]
+        assert (ours.get_linestyle(), graph.get_linestyle()) == ("-", "--")
+        assert ours.get_color() == graph.get_color()
+        at = specs.MEANS.index(1000)
+        assert (ours.get_ydata()[at], graph.get_ydata()[at]) == (7, 6.5)
 
 
 def test_curves_and_how_far_they_are_apart(results):
