@@ -89,18 +89,18 @@ def _codecs_of(registry: dict[str, QuantizedCommCodecs] | None) -> QuantizedComm
 
 
 class _Rows(LazyAwaitable[dict[str, JaggedTensor]]):
-    """Rows that are sent, once they are there, and those that stay."""
+    """Rows received from owner ranks, which are waited for, and rows that are not sent."""
 
     def __init__(
-        self, here: dict[str, JaggedTensor], sent: Sequence[Callable[[], dict[str, JaggedTensor]]]
+        self, local: dict[str, JaggedTensor], sent: Sequence[Callable[[], dict[str, JaggedTensor]]]
     ) -> None:
         super().__init__()
-        self._here, self._sent = here, sent
+        self._local, self._sent = local, sent
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
         if self._result is None:  # else a hook has looked at it
             sent = {name: rows for wait in self._sent for name, rows in wait().items()}
-            self._result = sent | self._here
+            self._result = sent | self._local
         return self._result
 
 
@@ -278,7 +278,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         return SentRows(sent, rows, send_splits, recv_splits, order, counts)
 
     def exchange(self, looked_up: LookedUp) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Send rows to the source ranks of their samples, except those of local histories."""
+        """Send rows to the source ranks of their samples, except rows of local histories."""
         names = [feature.name for feature in looked_up.features]
         lengths = dict(zip(names, looked_up.lengths.unbind(), strict=True))
         sent = [self._send(x, lengths) for x in looked_up.sent]
@@ -298,7 +298,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
     def _send(
         self, x: SentRows, lengths: dict[str, Tensor]
     ) -> Callable[[], dict[str, JaggedTensor]]:
-        """Start to send rows; the function returned waits for those of this rank's samples."""
+        """Start to send rows. Returns a function that waits for the rows of this rank's samples."""
         features = x.sent.features
         codecs = self._codecs if features[0].history is None else None
         get_rows = start_exchange(x.rows, x.recv_splits, x.send_splits, self._group, codecs)
@@ -314,8 +314,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             rows = get_rows()
             if order is not None:
                 rows = _Permute.apply(rows, order, padding is None)
-            of_names = [lengths[name] for name in names]
-            return _jagged_tensors(names, rows.split(x.counts), of_names, capacities)
+            local_lengths = [lengths[name] for name in names]
+            return _jagged_tensors(names, rows.split(x.counts), local_lengths, capacities)
 
         return wait
 
@@ -326,7 +326,7 @@ def _jagged_tensors(
     lengths: Sequence[Tensor],
     capacities: Sequence[str | None] | None,
 ) -> dict[str, JaggedTensor]:
-    """JaggedTensors by name; those with a name of their capacity have padding."""
+    """JaggedTensors by name, with padding if their capacity has a name."""
     if capacities is None:
         capacities = [None] * len(names)
     return {

@@ -1,4 +1,4 @@
-"""``LookedUp``: what a ``ShardedHistoryEmbeddingCollection`` has looked up, and not yet sent.
+"""``LookedUp``: rows that a ``ShardedHistoryEmbeddingCollection`` looked up, before the exchange.
 
 The *owner rank* of a row is the rank whose shard contains it, the *source rank* of a sample the
 rank whose batch contains it. All tensors and host numbers that the exchange of rows, and attention
@@ -52,7 +52,7 @@ class SentFeatures(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Maps rows received from owner ranks without padding to those with it."""
+    """Maps indices of rows received from owner ranks to indices with padding."""
 
     recv_ends: Tensor  # [ranks] int64, where the rows of each owner rank end without padding
     recv_starts: Tensor  # [ranks] int64, where they start with it
@@ -133,7 +133,7 @@ class LocalHistory(NamedTuple):
             f"{name}: rows": segment(owned.rows),
             f"{name}: lengths": owned.lengths,
             f"{name}: positions": segment(owned.positions),
-            # Of the rows on all owner ranks, of which nothing is read but their number.
+            # Tells the number of rows on all owner ranks.
             f"{name}: placeholder": Segments(
                 owned.rows.new_empty(self.num_rows, 0), [self.num_rows], [self.feature.capacity]
             ),
@@ -193,7 +193,7 @@ class LookedUp(NamedTuple):
     is_padded: bool = False
 
     def tensors(self) -> dict[str, Tensor | Segments]:
-        """All tensors by name. Those that require a gradient get one."""
+        """All tensors by name. Rows of trained tables require a gradient."""
         tensors: dict[str, Tensor | Segments] = {"lengths": self.lengths}
         if self.sent:
             ends = [[*itertools.accumulate(x.recv_splits)] for x in self.sent]
