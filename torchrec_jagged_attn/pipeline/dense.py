@@ -33,7 +33,7 @@ def dense_modules(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def dense_parameters(model: nn.Module) -> list[DenseParameter]:
-    """The parameters of :func:`dense_modules`; one that several modules share is listed for each."""
+    """The parameters of :func:`dense_modules`, for each module one that several share."""
     return [
         DenseParameter(module, name, f"{prefix}.{name}" if prefix else name, parameter)
         for module, prefix in dense_modules(model).items()

@@ -10,7 +10,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
@@ -49,7 +50,12 @@ def look_up(module: ShardedModule, context: Any, ids: Any, fixed: set[str]) -> L
     if isinstance(module, ShardedHistoryEmbeddingCollection):
         return _HistoryLookup(module, module.look_up(context, ids))
     if isinstance(module, ShardedEmbeddingCollection):
-        return _SequenceLookup(module.compute_and_output_dist(context, ids).wait(), fixed)
+        widths = map(module._embedding_dim_for_sharding_type, module._sharding_type_to_sharding)
+        lookups = zip(module._lookups, ids, widths, strict=True)
+        rows = [lookup(of_lookup).view(-1, width) for lookup, of_lookup, width in lookups]
+        lengths = [x.lengths().view(len(x.keys()), -1) for x in ids]
+        counts = [x.length_per_key() for x in ids]
+        return _SequenceLookup(module, rows, lengths, counts, fixed)
     assert isinstance(module, ShardedEmbeddingBagCollection)
     rows = []
     for lookup, of_lookup in zip(module._lookups, ids, strict=True):
@@ -88,37 +94,46 @@ class _BagLookup:
 
     def output(self) -> Any:
         module, lookups = self._module, self._module._lookups
-        module._lookups = [_Given(rows) for rows in self._rows]
+        module._lookups = [lambda _, rows=rows: rows for rows in self._rows]  # pyright: ignore
         try:
             return module.compute_and_output_dist(self._context, [None] * len(lookups))  # pyright: ignore
         finally:
             module._lookups = lookups
 
 
-class _Given(nn.Module):
-    """A lookup whose rows are known."""
-
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__()
-        self._rows = rows
-
-    def forward(self, _: Any) -> Tensor:
-        return self._rows
-
-
 class _SequenceLookup:
-    """The output of an EmbeddingCollection that sends no rows to other ranks."""
+    """Rows of an EmbeddingCollection that sends none to other ranks, by the lookups of its shards.
 
-    def __init__(self, sequences: Mapping[str, JaggedTensor], fixed: set[str]) -> None:
-        self._sequences, self._fixed = sequences, fixed
+    Args:
+        module: the EmbeddingCollection.
+        rows: of each lookup, ``[N, D]``, one feature after the other.
+        lengths: of each lookup, ``[features, B]``.
+        counts: of each lookup, the number of rows of each feature.
+        fixed: the features with a fixed number of rows.
+    """
+
+    def __init__(
+        self,
+        module: ShardedEmbeddingCollection,
+        rows: list[Tensor],
+        lengths: list[Tensor],
+        counts: list[list[int]],
+        fixed: set[str],
+    ) -> None:
+        self._module, self._rows, self._lengths = module, rows, lengths
+        self._counts, self._fixed = counts, fixed
+
+    def _names(self) -> list[list[str]]:
+        return self._module._embedding_names_per_sharding
+
+    def _capacities(self, names: list[str]) -> list[str | None]:
+        return [None if name in self._fixed else name for name in names]
 
     def tensors(self) -> dict[str, Tensor | Segments]:
         tensors: dict[str, Tensor | Segments] = {}
-        for name, sequence in self._sequences.items():
-            rows = sequence.values()
-            capacity = None if name in self._fixed else name
-            tensors[name] = Segments(rows, [rows.shape[0]], [capacity])
-            tensors[f"{name}.lengths"] = sequence.lengths()
+        for i, (rows, counts) in enumerate(zip(self._rows, self._counts, strict=True)):
+            tensors[f"rows {i}"] = Segments(rows, counts, self._capacities(self._names()[i]))
+            tensors[f"lengths {i}"] = self._lengths[i]
         return tensors
 
     def constants(self) -> tuple[Any, ...]:
@@ -127,18 +142,28 @@ class _SequenceLookup:
     def with_tensors(
         self, tensors: Mapping[str, Tensor], capacities: Capacities
     ) -> _SequenceLookup:
-        sequences = {
-            name: (JaggedTensor if name in self._fixed else PaddedJaggedTensor)(
-                tensors[name], lengths=tensors[f"{name}.lengths"]
-            )
-            for name in self._sequences
-        }
-        return _SequenceLookup(sequences, self._fixed)
+        rows = [tensors[f"rows {i}"] for i in range(len(self._rows))]
+        lengths = [tensors[f"lengths {i}"] for i in range(len(self._rows))]
+        counts = [
+            [*map(capacities, self._capacities(names), of_lookup)]
+            for names, of_lookup in zip(self._names(), self._counts, strict=True)
+        ]
+        return _SequenceLookup(self._module, rows, lengths, counts, self._fixed)
 
     def output(self) -> dict[str, JaggedTensor]:
-        return {  # offsets are computed anew, and so in each replay
-            name: type(x)(x.values(), lengths=x.lengths()) for name, x in self._sequences.items()
-        }
+        columns: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for i, names in enumerate(self._names()):
+            rows = self._rows[i].split(self._counts[i])
+            for name, *of_name in zip(names, rows, self._lengths[i].unbind(), strict=True):
+                columns.setdefault(name, []).append((*of_name,))  # pyright: ignore
+        orders = self._module._features_to_permute_indices  # of tables that are sharded by column
+        output: dict[str, JaggedTensor] = {}
+        for name, parts in columns.items():
+            parts = [parts[i] for i in orders.get(name, range(len(parts)))]
+            rows = parts[0][0] if len(parts) == 1 else torch.cat([x for x, _ in parts], dim=1)
+            kind = JaggedTensor if name in self._fixed else PaddedJaggedTensor
+            output[name] = kind(rows, lengths=parts[0][1])
+        return output
 
 
 class _HistoryLookup:

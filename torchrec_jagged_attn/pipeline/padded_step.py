@@ -28,6 +28,8 @@ from torchrec_jagged_attn.pipeline.lookups import Lookup
 
 # The first passes compile kernels and initialize libraries, which a capture does not permit.
 PASSES_BEFORE_CAPTURE = 2
+LARGE = 1 << 20
+"""Elements of a tensor for which a copy of its own is faster than one kernel for many tensors."""
 
 
 class Misfit(NamedTuple):
@@ -111,7 +113,9 @@ class StaticTensors:
                     parts.append((static.narrow(0, begin, count), part))
                     begin, first = begin + block, first + count
             for to, source in parts:
-                if to.numel() > 0:
+                if to.numel() > LARGE:
+                    to.copy_(source)
+                elif to.numel() > 0:
                     into, sources = copies.setdefault(to.dtype, ([], []))
                     into.append(to)
                     sources.append(source.detach())

@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -116,11 +116,12 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
                 self._input_group = dist.new_group(dist.get_process_group_ranks(env.process_group))
         # Whether all ranks have a further batch is agreed together with other decisions of a step.
         self._agrees_late = self._execute_all_batches and not self._enqueue_batch_after_forward
+        self._dense: list[nn.Module] = []  # modules outside sharded ones
         # Each pipelined module with its name, and its features with a fixed number of rows.
         self._sharded: list[tuple[str, Any, set[str]]] = []
         self._fixed_keys: set[str] = set()
         self._captured_step: PaddedStep | None = None
-        self._captured_state: tuple[Any, ...] | None = None
+        self._captured_state: list[Any] | None = None
         self._is_verified = False
         self._counts: dict[str, int] = {}  # the largest number of rows, by name of the capacity
         self._with_gradient: set[nn.Parameter] = set()  # dense ones that eager steps train
@@ -152,6 +153,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
     def _pipeline_model(self, *args: Any, **kwargs: Any) -> None:
         super()._pipeline_model(*args, **kwargs)
         model = self._unwrapped
+        self._dense = [*dense_modules(model)]
         check_modules(model, self._pipelined_modules, self._ranks.size)
         fixed: dict[nn.Module, set[str]] = {}
         for collection in model.modules():
@@ -174,7 +176,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         """What TorchRec's pipeline calls in place of the model."""
         step = self._look_up(batch)
         refusal = self._why_eager(step)
-        state = _state(self._unwrapped, self._device.type)
+        state = _state(self._dense, self._device.type)
         is_unchanged = self._captured_step is not None and state == self._captured_state
         misfit = (
             self._captured_step.misfit(step.inputs) if self._captured_step is not None else None
@@ -277,8 +279,10 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         losses, outputs, self._backward_of_replay = self._captured_step.train(step.inputs)
         return losses, outputs
 
-    def _capture(self, step: _Step, state: tuple[Any, ...]) -> None:
-        self._captured_step = None  # its memory serves the next one
+    def _capture(self, step: _Step, state: list[Any]) -> None:
+        self._captured_step = None
+        if self._stream is not None:
+            torch.cuda.empty_cache()  # the graph has memory of its own
         step.read_all_keys(self._fixed_keys)
         self._note(step)
         counts = self._ranks.largest(self._counts)
@@ -414,20 +418,21 @@ class _Ranks:
         return {name: max(x.get(name, 0) for x in per_rank) for name in names}
 
 
-def _state(model: nn.Module, device_type: str) -> tuple[Any, ...]:
-    """What a replay assumes of the model and of PyTorch's settings."""
+def _state(modules: Iterable[nn.Module], device_type: str) -> list[Any]:
+    """What a replay assumes of layers and of PyTorch's settings, besides values on the device."""
     state: list[Any] = [
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
     ]
-    for module in dense_modules(model):
+    for module in modules:
         state.append(module.training)
+        state += module._modules.values()
         for x in (*module._parameters.values(), *module._buffers.values()):
             if x is not None:
                 state += x.data_ptr(), x.requires_grad
-    return tuple(state)
+    return state
 
 
 def _difference(
