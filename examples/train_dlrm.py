@@ -118,9 +118,6 @@ def parse_args() -> argparse.Namespace:
     training.add_argument("--workers", type=number(int, 0, 256),
                           help="processes that make batches, for each rank; without it, 4 on a GPU "
                                "and none on a CPU")
-    training.add_argument("--cuda-graph", action="store_true",
-                          help="replay the dense layers as CUDA graphs, which spares the host "
-                               "their launches; needs a GPU")
     training.add_argument("--out", type=writable_folder, default=str(DEFAULT_OUT),
                           help=f"folder of checkpoints, {RESULTS} and {PICTURE}; an earlier "
                                "run is moved aside from the default folder, and kept in any other")
@@ -181,7 +178,6 @@ from checkpoint import (
     checkpoints_in,
     ignore_stop_signals,
 )
-from cuda_graphs import replay_dense_layers
 from events import (
     NUM_DENSE_FEATURES,
     DataError,
@@ -220,6 +216,7 @@ from torchrec_jagged_attn import (
     embedding_parameters,
 )
 from torchrec_jagged_attn.data import BalancedBatchSampler
+from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph
 
 
 def build_model(
@@ -305,14 +302,13 @@ class Training:
     ) -> None:
         torch.manual_seed(args.seed)
         model = build_model(run.pooling, events.log.cardinalities(), args)
-        if args.cuda_graph:
-            replay_dense_layers(model.model, args.batch_size // dist.get_world_size(), device)
         if run.way != "all":
             relevance = fit_relevance(events)
             model = SelectingTrain(model, selection_of(run.way, run.budget, HISTORY, relevance))
         mean_history = run.budget * float(np.mean(events.history_end - events.history_start))
         self.model, self.optimizer = shard(model, args, device, mean_history)
-        self.pipeline = TrainPipelineSparseDist(
+        pipeline = TrainPipelineCudaGraph if device.type == "cuda" else TrainPipelineSparseDist
+        self.pipeline = pipeline(
             self.model, self.optimizer, device, pipeline_postproc=run.way != "all"
         )
         self.events, self.args, self.device = events, args, device
@@ -320,7 +316,7 @@ class Training:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
         not_of_model = ("pooling", "epochs", "workers", "out", "resume", "overwrite", "download")
-        not_of_model += ("cuda_graph", "select", "budget", "runs")
+        not_of_model += ("select", "budget", "runs")
         options = {name: str(v) for name, v in vars(args).items() if name not in not_of_model}
         options["conversions"] = str(events.conversions)
         folder = args.out / run.folder
@@ -509,8 +505,6 @@ def make_room(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace, device: torch.device) -> None:
     """Trains a model for each pooling, or selection of events, and compares them."""
-    if args.cuda_graph and device.type != "cuda":
-        raise DataError("--cuda-graph needs a GPU, got none; leave it out to train on this CPU")
     if args.batch_size % dist.get_world_size() != 0:
         raise DataError(
             f"--batch-size {args.batch_size} cannot be shared equally by {dist.get_world_size()} "

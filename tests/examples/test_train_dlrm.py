@@ -28,18 +28,20 @@ from checkpoint import (
     load_state,
     newest_checkpoint,
 )
-from cuda_graphs import replay_dense_layers
 from events import DataError, Events, InteractionLog, evaluation_batches, training_batches
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planted import planted_log
 from torchmetrics.functional.classification import binary_auroc
+from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from tests.processes import run_script, started_script, variables_of_ranks
 from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
 from tests.tolerance import assert_close
+from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph
+from torchrec_jagged_attn.pipeline.train_pipeline import WARM_UP_STEPS
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -470,61 +472,38 @@ def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(
     assert_same_losses(results(tmp_path)["attention"], one, epochs=2)
 
 
-@pytest.mark.gpu
-def test_replayed_layers_train_as_launched_ones(tmp_path):
-    outs = [tmp_path / "launched", tmp_path / "replayed"]
-    poolings = ["--pooling", "recency", "attention"]
-    for out, options in zip(outs, ([], ["--cuda-graph"]), strict=True):
-        process = run(out, "--epochs=2", *poolings, "--workers=0", *options, device="cuda")
-        assert process.returncode == 0, process.stderr
-        assert "AccumulateGrad" not in process.stderr  # on another stream than training
-    launched, replayed = map(results, outs)
-    for pooling in poolings[1:]:
-        assert_same_losses(replayed[pooling], launched[pooling], epochs=2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--pooling", "recency", "attention"],
+        ["--select", "relevance", "--budget=0.5", "--users=150"],
+    ],
+    ids=["poolings", "selection"],
+)
+def test_captured_steps_train_as_eager_ones(tmp_path, monkeypatch, train_here, device, options):
+    """On a CPU, the same padded steps without a capture."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    pipelines = []
 
+    class Captured(TrainPipelineCudaGraph):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            pipelines.append(self)
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_layers_are_captured_as_batches_come(tmp_path, monkeypatch, pooling):
-    """On a CPU, with graphs that take what they were captured with, by position, and compute it."""
-
-    def make_graphed_callables(functions, samples):
-        def graph(layer, function, sample):
-            def replay(*inputs):
-                for tensor, like in zip(inputs, sample, strict=True):
-                    assert (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
-                    assert tensor.requires_grad == like.requires_grad
-                replays.append(layer)
-                with monkeypatch.context() as patch:
-                    patch.delattr(layer, "forward")  # as when it was captured
-                    return function(*inputs)
-
-            return replay
-
-        return tuple(map(graph, layers, functions, samples))
-
-    replays = []
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", make_graphed_callables)
-    log = planted_log(num_users=50)
-    examples = Events(log, max_history=5).training(0, 2 if pooling == "recency" else None)
-    batch = examples[torch.arange(8)]
-    args = parsed(monkeypatch, f"--out={tmp_path}", "--width=8")
-    model = train_dlrm.build_model(pooling, log.cardinalities(), args)
-    layers = [model.model.dense_arch, model.model.inter_arch, model.model.over_arch]
-
-    def trained():
-        model.zero_grad()
-        loss, _ = model(batch)
-        loss.backward()
-        return {"loss": loss} | {name: weight.grad for name, weight in model.named_parameters()}
-
-    expected = trained()
-    replay_dense_layers(model.model, 8, torch.device("cpu"))
-    for name, tensor in trained().items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0, msg=name)
-    assert replays == layers
-    model.eval()
-    model(examples[torch.arange(5)])
-    assert replays == layers
+    outs = [tmp_path / "eager", tmp_path / "captured"]
+    for out, pipeline in zip(outs, (TrainPipelineSparseDist, Captured), strict=True):
+        for name in ("TrainPipelineSparseDist", "TrainPipelineCudaGraph"):
+            monkeypatch.setattr(train_dlrm, name, pipeline)
+        train_here(f"--out={out}", "--epochs=2", "--workers=0", *options)
+    eager, captured = map(results, outs)
+    assert eager.keys() == captured.keys()
+    assert len(pipelines) == len(eager)
+    for losses, pipeline in zip(eager.values(), pipelines, strict=True):
+        assert pipeline.num_replayed_steps == len(losses["losses"]) - WARM_UP_STEPS
+        assert pipeline.num_captures == 1
+    for name in eager:
+        assert_same_losses(captured[name], eager[name], epochs=2)
 
 
 @pytest.mark.parametrize(
@@ -572,7 +551,6 @@ def test_histories_may_attend_to_themselves_first(tmp_path, train_here):
     [
         (["--data=nowhere"], "nowhere/ratings.dat is missing; "),
         (["--batch-size=1000000"], "--batch-size 1000000 is more than the "),
-        (["--cuda-graph"], "--cuda-graph needs a GPU, got none; leave it out to train on this CPU"),
         (["--resume", "--width=32"], "was made with width 16, not 32; give the same options"),
         ([], "; give another folder, --resume to go on, or --overwrite to delete that run"),
     ],
