@@ -37,10 +37,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_jagged_attn import (
     HistoryEmbeddingCollectionSharder,
     TargetAttentionConfig,
+    TrainPipelineCudaGraph,
     embedding_parameters,
 )
 from torchrec_jagged_attn.events import EventSelection
-from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph
 
 NUM_DENSE = 13
 CLIP = 4

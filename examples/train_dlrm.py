@@ -213,10 +213,10 @@ from torchrec_jagged_attn import (
     HistoryEmbeddingShardingPlanner,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
+    TrainPipelineCudaGraph,
     embedding_parameters,
 )
 from torchrec_jagged_attn.data import BalancedBatchSampler
-from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph
 
 
 def build_model(

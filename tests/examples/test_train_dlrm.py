@@ -40,7 +40,7 @@ from tests.processes import run_script, started_script, variables_of_ranks
 from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
 from tests.tolerance import assert_close
-from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph
+from torchrec_jagged_attn import TrainPipelineCudaGraph
 from torchrec_jagged_attn.pipeline.train_pipeline import WARM_UP_STEPS
 
 logging.disable(logging.NOTSET)  # which the examples turn off
