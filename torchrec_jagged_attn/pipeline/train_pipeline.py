@@ -275,6 +275,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
     def _replay(self, step: _Step) -> tuple[Tensor, Any]:
         assert self._captured_step is not None
         self.num_replayed_steps += 1
+        self._num_repeated = 0
         self._last_steps.append(False)
         losses, outputs, self._backward_of_replay = self._captured_step.train(step.inputs)
         return losses, outputs
@@ -447,7 +448,8 @@ def _difference(
         x, y, z = x.double(), y.double(), z.double()
         if x.numel() == 0:
             continue
-        bound = (epsilon**0.5 * y.abs().max() + 4 * (y - z).abs().max()).item()
+        largest, noise = (t.abs().nan_to_num(0, 0).max() for t in (y, y - z))
+        bound = (epsilon**0.5 * largest + 4 * noise).item()
         if not torch.allclose(x, y, rtol=0, atol=bound, equal_nan=True):
             worst = (x - y).abs().max().item()
             return f"a difference of {worst:.3g} in tensor {i}, of at most {bound:.3g}"
