@@ -203,10 +203,9 @@ def make_model(
     targets, histories = ["item", "cat"], ["hist", "hist_cat"]
     if "history_codes" in options:
         histories = ["times"]
+    options = {"num_heads": 2, "timestamps": "times", "request_time": "now"} | options
     attentions = [
-        TargetAttentionConfig(
-            target, history, num_heads=2, timestamps="times", request_time="now", **options
-        )
+        TargetAttentionConfig(target, history, **options)
         for target, history in (
             [(targets, histories)] if side_by_side else zip(targets, histories, strict=True)
         )

@@ -1,0 +1,319 @@
+"""``TrainPipelineCudaGraph`` in one process trains as TorchRec's ``TrainPipelineSparseDist``.
+
+On a CPU, the padded step runs without a graph.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torch import nn
+from torchrec.datasets.utils import Batch
+from torchrec.modules.embedding_configs import PoolingType
+
+from tests.pipeline.training import (
+    CANDIDATE_COUNTS,
+    OTHER_SIZE,
+    OVERFLOW,
+    PIPELINES,
+    SHORT_WARM_UP,
+    Run,
+    assert_equal_runs,
+    count_reasons,
+    deterministic,
+    make_batch,
+    make_dlrm,
+    make_optimizer,
+    make_sharded,
+    short_warm_up,
+    tensors_in,
+    train,
+)
+from tests.torchrec.two_ranks import assert_same_run, collection_of, make_model
+from torchrec_jagged_attn import EncoderConfig
+from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph, train_pipeline
+from torchrec_jagged_attn.semantic_ids import DiscretePCA
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """A device, with a process group of one rank."""
+    is_cpu = request.param == "cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic products
+        backend = "gloo" if is_cpu else "nccl"
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+        yield torch.device("cpu") if is_cpu else torch.device("cuda", 0)
+        dist.destroy_process_group()
+
+
+# The same training
+
+NUM_STEPS = 20
+MODELS: dict[str, Callable[[], nn.Module]] = {"dlrm": make_dlrm, "attention": make_model}
+OPTIMIZERS = ["SGD", "Adagrad", "RowWiseAdagrad", pytest.param("Adam", marks=pytest.mark.gpu)]
+
+
+def varied_batches() -> Iterator[Batch]:
+    """Of which one has more rows than the captured step, and one another number of samples."""
+    for step in range(NUM_STEPS):
+        yield make_batch(
+            step, num_samples=3 if step == 17 else 4, max_length=40 if step == 14 else 6
+        )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_training_is_bit_equal(model: str, optimizer: str, device: torch.device):
+    """Including the states of optimizers, whose learning rates change in each step."""
+    if optimizer == "Adam" and device.type == "cpu":
+        pytest.skip("FBGEMM has no fused Adam on a CPU")
+    with deterministic():
+        runs = []
+        for pipeline_type in PIPELINES:
+            sharded = make_sharded(MODELS[model](), device, optimizer)
+            pipeline = pipeline_type(sharded, make_optimizer(sharded), device)
+            runs.append(train(pipeline, varied_batches()))
+    expected, run = runs
+    assert len(run.losses) == NUM_STEPS
+    assert_equal_runs(run, expected)
+    overflows = int(model == "attention")  # the rows of bags are pooled
+    assert run.num_replayed_steps == NUM_STEPS - train_pipeline.WARM_UP_STEPS - 1 - overflows
+    assert run.num_captures == 1
+
+
+@dataclasses.dataclass
+class Case:
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    optimizer: str = "SGD"
+    batch: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fused_params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    pipeline: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    materialized: bool = False
+    autocast: bool = False
+
+
+def make_codes() -> DiscretePCA:
+    codes = DiscretePCA(8, 5, trainable=True)
+    codes.fit(torch.randn(100, 8, generator=torch.Generator().manual_seed(1)))
+    return codes
+
+
+ENCODER = EncoderConfig(num_layers=2, causal=True, window=3)
+JAGGED = {"candidates": CANDIDATE_COUNTS}
+POSTPROC = {"pipeline_postproc": True}
+CASES = {
+    "no times": Case({"timestamps": None, "request_time": None}),
+    "weights": Case(
+        {"is_weighted": True, "tags": PoolingType.SUM}, "RowWiseAdagrad", {"is_weighted": True}
+    ),
+    "jagged candidates": Case({"candidates": "jagged"}, batch=JAGGED),
+    "jagged candidates, encoder": Case({"candidates": "jagged", "encoder": ENCODER}, batch=JAGGED),
+    "several attentions": Case({"side_by_side": False, "init": "mha", "value_projection": True}),
+    "silu": Case({"score": "silu"}),
+    "encoder": Case({"encoder": ENCODER}),
+    "user embedding": Case({"encoder": EncoderConfig(user_embedding=True)}),
+    "max_history": Case({"max_history": 2}, pipeline=POSTPROC),
+    "max_history, weights, jagged candidates": Case(
+        {"max_history": 2, "is_weighted": True, "candidates": "jagged", "tags": PoolingType.SUM},
+        "RowWiseAdagrad",
+        {"is_weighted": True, **JAGGED},
+        pipeline=POSTPROC,
+    ),
+    "single_id_features": Case({"single_lookup": True, "single_id_features": ["user"]}),
+    "single_lookup": Case({"single_lookup": True}),
+    "packed codes": Case({"history_codes": make_codes()}),
+    "half-precision lookups": Case(
+        fused_params={"output_dtype": SparseType.FP16}, dtype=torch.float16
+    ),
+    "autocast": Case(autocast=True, dtype=torch.bfloat16),
+    "materialized keys": Case({"init": "mha", "value_projection": True}, materialized=True),
+}
+
+
+def train_case(case: Case, pipeline_type: type, device: torch.device, num_steps: int = 8) -> Run:
+    model = make_model(**case.options)
+    if case.materialized:
+        for attention in collection_of(model).pooling.attentions:
+            attention._keys_and_values = "materialized"
+    sharded = make_sharded(model, device, case.optimizer, fused_params=case.fused_params)
+    pipeline = pipeline_type(sharded, make_optimizer(sharded), device, **case.pipeline)
+    batches = (make_batch(step, **case.batch) for step in range(num_steps))
+
+    def context() -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=case.autocast)
+
+    torch.manual_seed(0)
+    with short_warm_up():
+        return train(pipeline, batches, context=context)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_options_train_alike(name: str, device: torch.device):
+    case = CASES[name]
+    expected, run = (train_case(case, pipeline_type, device) for pipeline_type in PIPELINES)
+    assert run.num_replayed_steps == len(run.losses) - SHORT_WARM_UP
+    assert run.num_captures == 1
+    assert_same_run(run.losses, expected.losses, num_steps=None, dtype=case.dtype)
+    tensors, others = (dict(tensors_in(x.state)) for x in (run, expected))
+    assert tensors.keys() == others.keys()
+    for key, x in others.items():
+        if x.is_floating_point():
+            args = {"num_steps": len(run.losses), "dtype": case.dtype, "name": key}
+            assert_same_run(tensors[key], x, **args)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.4}, {"row_dropout": 0.4}])
+def test_dropout(options: dict[str, float], device: torch.device):
+    """On a CPU, where its seeds are those of eager steps, losses are equal."""
+    case = Case(options)
+    expected, run = (train_case(case, pipeline_type, device) for pipeline_type in PIPELINES)
+    assert run.losses.isfinite().all()
+    if device.type == "cpu":
+        assert torch.equal(run.losses, expected.losses)
+
+
+def test_each_replay_has_its_own_dropout(device: torch.device):
+    model = make_sharded(make_model(dropout=0.4, row_dropout=0.4), device)
+    pipeline = TrainPipelineCudaGraph(model, make_optimizer(model), device)
+    batches = (make_batch(0) for _ in range(8))
+    with short_warm_up():
+        run = train(pipeline, batches, learn_nothing)
+    losses = run.losses[SHORT_WARM_UP:]
+    assert len(losses.unique()) > len(losses) // 2
+
+
+def learn_nothing(_: int, pipeline: Any) -> None:
+    for group in pipeline._optimizer.param_groups:
+        group["lr"] = 0.0
+
+
+# Capacities
+
+
+def make_pipeline(
+    device: torch.device,
+    model: nn.Module | None = None,
+    pipeline_type: type = TrainPipelineCudaGraph,
+    **options: Any,
+) -> Any:
+    sharded = make_sharded(make_model() if model is None else model, device)
+    return pipeline_type(sharded, make_optimizer(sharded), device, **options)
+
+
+def train_batches(device: torch.device, batches: list[Batch], **options: Any) -> Run:
+    """By both pipelines, whose losses and weights must be equal."""
+    with short_warm_up():
+        expected, run = (
+            train(make_pipeline(device, make_model(**options), pipeline_type), batches)
+            for pipeline_type in PIPELINES
+        )
+    if device.type == "cpu":
+        assert_equal_runs(run, expected)
+    else:
+        assert_same_run(run.losses, expected.losses, num_steps=None)
+    return run
+
+
+def batches_of_lengths(*lengths: int) -> list[Batch]:
+    """Of histories that all have the same length."""
+    return [make_batch(step, length=length) for step, length in enumerate(lengths)]
+
+
+def test_counts_of_steps(device: torch.device):
+    """10 eager steps, then a capacity of 1.2 times the largest batch."""
+    lengths = [10] * 5 + [5] * 5 + [4, 12, 13, 0, 4]
+    pipeline = make_pipeline(device)
+    run = train(pipeline, batches_of_lengths(*lengths))
+    assert run.num_captures == 1
+    assert run.num_replayed_steps == 4
+    assert run.eager_steps.pop("warm-up") == 10
+    assert count_reasons(run, OVERFLOW) == sum(run.eager_steps.values()) == 1
+
+
+def test_a_larger_capacity_after_more_than_five_batches_that_did_not_fit(device: torch.device):
+    lengths = [4] * 4 + [9] * 10
+    run = train_batches(device, batches_of_lengths(*lengths))
+    assert run.num_captures == 2
+    assert count_reasons(run, OVERFLOW) == 6
+    assert run.num_replayed_steps == len(lengths) - SHORT_WARM_UP - 6
+
+
+def test_five_batches_that_do_not_fit_among_the_last_ones(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(train_pipeline, "LAST_STEPS", 10)
+    lengths = [4] * 4 + [9, 4] * 8
+    run = train_batches(device, batches_of_lengths(*lengths))
+    assert run.num_captures == 1
+    assert count_reasons(run, OVERFLOW) == 8
+
+
+def test_another_batch_size_once(device: torch.device):
+    sizes = [4] * 6 + [3] + [4] * 3
+    batches = [make_batch(step, num_samples=size) for step, size in enumerate(sizes)]
+    run = train_batches(device, batches)
+    assert run.num_captures == 1
+    assert count_reasons(run, OTHER_SIZE) == 1
+
+
+def test_another_batch_size_that_lasts(device: torch.device):
+    sizes = [4] * 4 + [3] * 10
+    batches = [make_batch(step, num_samples=size) for step, size in enumerate(sizes)]
+    run = train_batches(device, batches)
+    assert run.num_captures == 2
+    assert count_reasons(run, OTHER_SIZE) == 5
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (4, 3, 2), (3, 3, 3, 4)])
+def test_alternating_batch_sizes_are_captured_once(sizes: tuple[int, ...], device: torch.device):
+    sizes = (4,) * 4 + 8 * sizes
+    batches = [make_batch(step, num_samples=size) for step, size in enumerate(sizes)]
+    run = train_batches(device, batches)
+    assert run.num_captures == 1
+    assert count_reasons(run, OTHER_SIZE) == sum(size != 4 for size in sizes)
+
+
+def test_another_number_of_jagged_candidates(device: torch.device):
+    candidates = [CANDIDATE_COUNTS] * 6 + [[2, 0, 1, 2]] + [CANDIDATE_COUNTS] * 2
+    batches = [make_batch(step, candidates=counts) for step, counts in enumerate(candidates)]
+    run = train_batches(device, batches, candidates="jagged")
+    assert run.num_captures == 1
+    assert count_reasons(run, OTHER_SIZE) == 1
+    assert run.num_replayed_steps == len(batches) - SHORT_WARM_UP - 1
+
+
+def poison(_: int, pipeline: Any) -> None:
+    """Overwrite everything that the captured step reads of the last batch."""
+    captured = getattr(pipeline, "_captured_step", None)
+    if captured is not None:
+        for x in captured._static._tensors.values():
+            x.detach().fill_(torch.nan if x.is_floating_point() else 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "batch"),
+    [
+        ({}, {}),
+        ({"single_lookup": True}, {}),
+        ({"side_by_side": False, "encoder": ENCODER}, {}),
+        ({"candidates": "jagged"}, JAGGED),
+    ],
+)
+def test_a_replay_reads_its_own_batch_alone(
+    options: dict[str, Any], batch: dict[str, Any], device: torch.device
+):
+    batches = [make_batch(step, **batch) for step in range(8)]
+    with short_warm_up():
+        expected, run = (
+            train(make_pipeline(device, make_model(**options)), batches, *changes)
+            for changes in ((), (poison,))
+        )
+    assert run.num_replayed_steps == len(batches) - SHORT_WARM_UP
+    assert_equal_runs(run, expected)
