@@ -13,7 +13,7 @@ from tests.combinations import each_pair
 from tests.fixtures import assert_graph_replays, opcheck, skip_unless_supported, summed
 from tests.oracles import flash_attention_oracle
 from tests.rounding import RoundingErrors
-from tests.samples import assert_other_samples_never_matter
+from tests.samples import assert_other_samples_never_matter, assert_rows_behind_never_matter
 from tests.target_attention.test_target_attention import (
     FAR_TIMES,
     buckets_apart,
@@ -70,6 +70,66 @@ def test_cases(name, kind, causal, device):
         kv_heads = max(1, case.num_heads // 2) if "biased" in kind else 1
         options = {"cross": True, "kv_heads": kv_heads, "value_width": 24}
     assert_right(make_flash_inputs(case, device, **options, bias="biased" in kind), causal)
+
+
+def assert_rows_behind_never_matter_to(inputs, num_queries, num_keys, **options):
+    """Outputs of queries behind the last offset are zeros, and their log-sum-exps ``-inf``."""
+    sides = ("q", "out"), ("k", "v", "bias", "prior_weights", "timestamps")
+    if "kv_offsets" not in inputs:
+        num_queries = num_keys
+    behind = dict.fromkeys(sides[0], num_queries) | dict.fromkeys(sides[1], num_keys)
+    attend = partial(jagged_flash_attention, **options)
+    shape = *inputs["q"].shape[:2], inputs["v"].shape[2]
+    grad_out = torch.ones(shape, device=inputs["q"].device, dtype=inputs["q"].dtype)
+    assert_rows_behind_never_matter(attend, inputs, grad_out, behind)
+    q = torch.cat([inputs["q"], inputs["q"].new_full((num_queries, *inputs["q"].shape[1:]), 1)])
+    _, lse = jagged_flash_attention(**inputs | {"q": q}, **options, return_lse=True)
+    assert torch.all(lse[len(inputs["q"]) :] == -torch.inf)
+
+
+BEHIND = {  # what a call takes
+    "self": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 20},
+    "distance": {"relative_bias": (20, 2)},
+    "bias": {"bias": (98, 2), "position_bias": (20, 2)},
+    "prior": {"prior_weights": (98,), "age_bias": (30, 2)},
+    "both": {"bias": (98, 2), "prior_weights": (98,)},
+}
+
+
+@pytest.mark.usefixtures("nan_filled_memory", "without_a_compiler")
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_behind"),
+    each_pair(BEHIND, [torch.float32, torch.float16], [(1, 0), (70, 33), (3, 300)]),
+    ids=str,
+)
+def test_rows_behind_the_last_one(name, dtype, num_behind, device):
+    lengths = [20, 0, 70, 8], [70, 3, 0, 25]
+    if name in ("self", "causal", "window"):
+        lengths = lengths[1], lengths[1]
+    inputs = inputs_of(*lengths, device, dtype, kv_heads=2)
+    if lengths[0] == lengths[1]:
+        del inputs["kv_offsets"]
+    generator = torch.Generator().manual_seed(1)
+    options = {}
+    for key, value in BEHIND[name].items():
+        if isinstance(value, tuple):
+            inputs[key] = torch.rand(value, generator=generator).to(device, dtype)
+        else:
+            options[key] = value
+    if "age_bias" in inputs:
+        inputs["timestamps"] = torch.arange(98, device=device) ** 3
+    assert_rows_behind_never_matter_to(inputs, *num_behind, **options)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("num_samples", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_no_row_but_those_behind(dtype, num_samples, device):
+    inputs = inputs_of([0] * num_samples, [0] * num_samples, device, dtype)
+    inputs["relative_bias"] = torch.randn(20, 2, device=device)
+    assert_rows_behind_never_matter_to(inputs, 70, 130)
 
 
 WINDOWS = [1, 2, 31, 63, 64, 65, 127, 128, 129, 200, 400, 2**40]

@@ -222,6 +222,16 @@ def layer(value_projection: bool = True, dtype: torch.dtype = BF16) -> None:
     module(zeros(4, 32), history).sum().backward()
 
 
+def layer_of_jagged_targets() -> None:
+    """With absorbed and with materialized keys and values."""
+    history = JaggedTensor(zeros(N, 32), offsets=OFFSETS)
+    target = JaggedTensor(zeros(8, 32), offsets=torch.arange(5) * 2)
+    module = JaggedTargetAttention(32, 2, value_projection=True, dtype=BF16)
+    for keys_and_values in ("absorbed", "materialized"):
+        module._keys_and_values = keys_and_values
+        module(target, history).sum().backward()
+
+
 def selection(scores: Tensor | None, num_segments: int = 0, keep: Tensor | None = None) -> None:
     """Rows with the highest scores, and copies of them."""
     segments = torch.zeros(N, dtype=torch.int64) if num_segments else None
@@ -309,6 +319,7 @@ CASES = {
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),
     "layer": Case((80, 90), "projections|head_products", layer),
+    "layer of jagged targets": Case((80, 90), "projections|head_products", layer_of_jagged_targets),
     "layer of rows": Case(
         (80, 90), "projections|head_products", lambda: layer(value_projection=False)
     ),

@@ -10,6 +10,7 @@ from tests.cases import offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck
 from tests.oracles import target_attention_oracle
+from tests.samples import assert_rows_behind_never_matter
 from tests.target_attention.test_target_attention import arguments_of
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
@@ -52,6 +53,13 @@ def inputs_of_codes(
     return inputs
 
 
+def assert_codes_behind_never_matter(inputs):
+    attend = functools.partial(jagged_target_attention, num_levels=3)
+    behind = dict.fromkeys(("history", "prior_weights", "timestamps"), 700)
+    grad_out = torch.ones_like(inputs["query"])
+    assert_rows_behind_never_matter(attend, inputs, grad_out, behind)
+
+
 def over_rows(attend, num_levels, **options):
     """``attend`` over the codes and ones as rows."""
 
@@ -69,6 +77,13 @@ def assert_right_over_codes(inputs, num_levels=3, **options):
         over_rows(target_attention_oracle, num_levels, **options),
         inputs,
     )
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("num_targets", [1, 9, 40])
+def test_rows_behind_the_last_one(num_targets, device):
+    inputs = inputs_of_codes(LENGTHS, torch.float32, num_targets=num_targets, device=device)
+    assert_codes_behind_never_matter(inputs)
 
 
 @pytest.mark.parametrize(

@@ -32,4 +32,4 @@ def bias_gradient(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
     if grad.dim() == 2:
         grad = grad.sum(1)
     # Zero for weights of zero or below, and for rows behind the last offset, whatever these hold.
-    return (grad / bias).masked_fill(grad == 0, 0).to(bias.dtype)
+    return (grad / bias).masked_fill(grad.eq(0), 0).to(bias.dtype)

@@ -369,8 +369,8 @@ class Recorder:
         def flatten(argument: Any) -> Callable[[list], Any]:
             if isinstance(argument, tuple):
                 fields = [flatten(field) for field in argument]
-                kind = type(argument)
-                return lambda values: kind(*(field(values) for field in fields))
+                make = getattr(argument, "_make", tuple)  # of a record
+                return lambda values: make(field(values) for field in fields)
             if isinstance(argument, TensorDescriptor):
                 made = _rebuild(argument, flatten)
                 return lambda values: _rebuild(made, lambda field: field(values))
@@ -750,7 +750,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.sub: _subtract,
     Tensor.ne: _elementwise(torch.ops.aten.ne.Scalar),
     Tensor.eq: _elementwise(torch.ops.aten.eq.Scalar),
-    Tensor.le: _elementwise(torch.ops.aten.le.Scalar),
     Tensor.masked_fill: _elementwise(torch.ops.aten.masked_fill.Scalar),
     Tensor.log: _elementwise(torch.ops.aten.log.default),
     Tensor.nan_to_num: _elementwise(torch.ops.aten.nan_to_num.default),

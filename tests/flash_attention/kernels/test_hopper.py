@@ -8,6 +8,7 @@ import torch
 from tests.combinations import each_pair
 from tests.flash_attention.test_flash_attention import (
     assert_right,
+    assert_rows_behind_never_matter_to,
     assert_tiles_beyond_a_window_are_not_read,
     inputs_of,
 )
@@ -65,6 +66,33 @@ def test_windows_and_distances_on_hopper(window, width, hopper):
     inputs["relative_bias"] = torch.linspace(-2, 2, 40, device=device).view(20, 2)
     assert_right(inputs, True, window=window)
     assert launched in (["hopper_forward", "hopper_backward"], None)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize(
+    ("options", "width", "is_self", "num_behind"),
+    [
+        ({}, 64, False, (1, 0)),
+        ({"causal": True}, 64, True, (0, 70)),
+        ({"causal": True, "window": 50}, 128, False, (70, 130)),
+        ({"by_distance": True}, 128, True, (0, 1)),
+    ],
+    ids=str,
+)
+def test_rows_behind_the_last_one_on_hopper(options, width, is_self, num_behind, hopper):
+    device, launched = hopper
+    lengths = [130, 0, 65, 1], [140, 3, 0, 5]
+    inputs = inputs_of(lengths[0], lengths[0 if is_self else 1], device, torch.float16, width=width)
+    if is_self:
+        del inputs["kv_offsets"]
+    options = dict(options)
+    if options.pop("by_distance", False):
+        inputs["relative_bias"] = torch.linspace(-2, 2, 40, device=device).view(20, 2)
+    assert_rows_behind_never_matter_to(inputs, *num_behind, **options)
+    expected = {"hopper_forward", "hopper_backward"}
+    if width == 64 and "relative_bias" not in inputs:
+        expected.add("hopper_short")
+    assert launched is None or set(launched) == expected
 
 
 SHORT = [0, 5, 64, 16, 1, 0, 33, 17, 63, 15, 0, 32, 31, 65, 2]

@@ -13,6 +13,7 @@ from tests.oracles import target_attention_oracle
 from tests.samples import assert_other_samples_never_matter
 from tests.target_attention.test_log_sum_exp import assert_merges as assert_owners_merge
 from tests.target_attention.test_log_sum_exp import assert_right as assert_right_with_lse
+from tests.target_attention.test_log_sum_exp import assert_rows_behind_never_matter_to
 from tests.target_attention.test_log_sum_exp import make_inputs as make_inputs_of_lse
 from tests.target_attention.test_target_attention import (
     FAR_TIMES,
@@ -28,6 +29,7 @@ from tests.target_attention.test_target_attention import (
 )
 from tests.target_attention.test_target_attention_codes import (
     assert_by_index_is_as_a_copy,
+    assert_codes_behind_never_matter,
     assert_right_over_codes,
     inputs_of_codes,
 )
@@ -124,6 +126,14 @@ def test_rows_of_codes_and_more_queries(shape, dtype, biased, launched):
     by_general = biased and dtype == torch.float32
     backward = set() if by_general else {"few_warps_backward"}
     assert set(launched) == {"few_warps_forward"} | backward
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize(("num_targets", "path"), [(1, "one_warp"), (9, "few_warps")])
+def test_rows_of_codes_behind_the_last_one(num_targets, path, launched):
+    dtype = torch.float32 if num_targets == 1 else torch.float16
+    assert_codes_behind_never_matter(inputs_of_codes(LENGTHS, dtype, num_targets=num_targets))
+    assert set(launched) == {f"{path}_forward", f"{path}_backward"}
 
 
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
@@ -411,6 +421,7 @@ def test_dropout_of_rows_by_index(num_targets, launched):
     assert launched
 
 
+@pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize(
     ("num_targets", "dtype", "others", "path"),
     [
@@ -427,8 +438,15 @@ def test_dropout_of_rows_by_index(num_targets, launched):
 @pytest.mark.parametrize(
     ("assert_right", "longest"),
     # Each owner of rows cuts its part of the first sample into chunks.
-    [(assert_right_with_lse, 1100), (assert_owners_merge, 2100)],
-    ids=["whole", "owners"],
+    [
+        (assert_right_with_lse, 1100),
+        (assert_owners_merge, 2100),
+        *(
+            (functools.partial(assert_rows_behind_never_matter_to, num_behind=n), 560)
+            for n in (1, 900)
+        ),
+    ],
+    ids=["whole", "owners", "one behind", "many behind"],
 )
 def test_log_sum_exps(assert_right, longest, num_targets, dtype, others, path):
     inputs = make_inputs_of_lse(CPU, dtype, num_targets, 2, others, [longest, 0, 3, 1, 33])

@@ -55,7 +55,7 @@ from torchrec_jagged_attn.flash_attention.plan import Call, Plan, plan_of
 from torchrec_jagged_attn.runtime import dispatch
 from torchrec_jagged_attn.runtime.kernels.matmul import product_precision
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E
-from torchrec_jagged_attn.runtime.kernels.tile_list import list_tiles, most_tiles
+from torchrec_jagged_attn.runtime.kernels.tile_list import RowsBehind, list_tiles, most_tiles
 from torchrec_jagged_attn.runtime.kernels.tma import is_addressable
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
@@ -72,10 +72,15 @@ def forward(args: FlashArguments) -> FlashOutputs:
     call, outputs = _Call(args), new_outputs(args)
     if outputs.out.numel() == 0:
         return outputs
+    if not call.num_samples:
+        for x in outputs:
+            x.zero_()
+        return outputs
     plan, num_heads, num_stats = call.plan, args.q.shape[1], outputs.stats[0].numel()
     if dispatch.LOG:
         _log_choices("forward", plan)
     block = hopper_forward.BLOCK_M if plan.on_hopper else plan.forward["BLOCK_M"]
+    call.of_queries = outputs.out, outputs.stats.unsqueeze(-1)
     samples = call.list_tiles(block, of_keys=False)
     if plan.short_on_hopper:
         hopper_short.forward(
@@ -129,11 +134,16 @@ def backward(
     if bias is not None and needs_bias:
         dtype = torch.float32 if plan.call.has_prior_weights else bias.dtype
         grads = grads._replace(bias=bias.new_empty(k.shape[0], q.shape[1], dtype=dtype))
-    if plan.on_hopper:
+        call.of_keys = (grads.bias.unsqueeze(-1),)
+    call.of_queries, call.of_keys = (grads.q,), (grad_k, grad_v, *call.of_keys)
+    if not call.num_samples:
+        for grad in (*call.of_queries, *call.of_keys):
+            grad.zero_()
+    elif plan.on_hopper:
         _backward_on_hopper(call, outputs, grads)
     else:
         grads = _backward_in_general(call, outputs, grads)
-    if args.relative_bias is not None:
+    if args.relative_bias is not None and call.num_samples:
         grads = _backward_by_distance(call, outputs, grads)
     return FlashGradients(grads.q, grads.k, grads.v, grads.bias, *_grads_of_tables(args, grads))
 
@@ -237,6 +247,9 @@ class _Call:
         self.samples = Samples(q_offsets.contiguous(), kv_offsets.contiguous())
         self.is_self = _is_same(q_offsets, kv_offsets)
         self.lists: dict[tuple[int, int], Samples] = {}
+        # Tensors of rows that are set to zero behind the last offset, by the first list of tiles.
+        self.of_queries: tuple[Tensor, ...] = ()
+        self.of_keys: tuple[Tensor, ...] = ()
         by_distance, self.reach = None, 0
         if relative_bias is not None:
             by_distance = list_by_distance(relative_bias, max(q.shape[0], k.shape[0]))
@@ -296,8 +309,11 @@ class _Call:
             num_own, num_other = self.inputs[own].shape[0], self.inputs[other].shape[0]
             num_other = 0 if self.is_self else num_other
             capacity = most_tiles(num_own, num_other, self.num_samples, short, block)
+            cleared = [RowsBehind(x, not of_keys) for x in self.of_queries]
+            cleared += [RowsBehind(x, of_keys) for x in self.of_keys]
+            self.of_queries = self.of_keys = ()
             tiles = list_tiles(
-                self.samples[own], self.samples[other], capacity, short, block, together
+                self.samples[own], self.samples[other], capacity, short, block, together, cleared
             )
             self.lists[block, own] = self.samples._replace(tiles=tiles)
         return self.lists[block, own]

@@ -10,6 +10,9 @@ The tiles of a sample depend on its own lengths alone, so that results are batch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,12 +20,20 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
+from torchrec_jagged_attn.runtime.kernels.jagged import clear_rows
 from torchrec_jagged_attn.runtime.launch import Launcher
 
 CLASSES = 16  # octaves of lengths
 CHUNK = 256  # samples whose tiles a program lists
 SCAN = 2048  # samples that it counts at a time
 FIELDS = tl.constexpr(5)  # of a tile: sample, row, count, base, num_other, see locate_tile
+
+
+class RowsBehind(NamedTuple):
+    """A tensor whose rows behind the last offset are set to zero."""
+
+    x: Tensor  # [..., rows, H, D], contiguous but for the distance between rows
+    of_own: bool  # whether it has the rows of the side whose tiles are listed
 
 
 @triton.jit
@@ -51,12 +62,31 @@ def _count_tiles(
     return num_tiles, of_class, own_row, own, other_row, other
 
 
-@triton.jit(do_not_specialize=["num_samples"])
+@triton.jit
+def _clear_rows_behind(
+    ptr,
+    end,
+    num_rows,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TIMES: tl.constexpr,
+):
+    """Set the rows from ``end`` on to zero, of a tensor that has ``num_rows`` rows so many times."""
+    for i in tl.static_range(TIMES):
+        first = num_rows.to(tl.int64) * (i * STRIDE)
+        clear_rows(ptr + first, end, num_rows, STRIDE, WIDTH, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["num_samples", "num_own", "num_other"])
 def _list_tiles_kernel(
     tiles_ptr,  # [1 + capacity, FIELDS] int64
     own_offsets_ptr,  # [B + 1]
     other_offsets_ptr,  # [B + 1]
+    cleared,  # tensors of rows, or None
     num_samples,
+    num_own,
+    num_other,
     SHORT: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -64,10 +94,14 @@ def _list_tiles_kernel(
     CHUNK: tl.constexpr,
     SCAN: tl.constexpr,
     OVERLAP: tl.constexpr,
+    CLEARED: tl.constexpr,
 ):
     """List the tiles of one class, of CHUNK samples.
 
-    They follow those of all longer classes, and those of the same class of earlier samples.
+    They follow those of all longer classes, and those of the same class of earlier samples. All
+    programs together set the rows of ``cleared`` behind the last offset to zero. CLEARED has, for
+    each of these tensors, whether it has ``num_own`` rows or ``num_other``, the distance between
+    rows and their width, and how many times it has these rows.
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()
@@ -113,6 +147,20 @@ def _list_tiles_kernel(
     if (own_class == 0) & (own_first + CHUNK >= num_samples):
         tl.store(tiles_ptr, listed + tl.sum(num_tiles))
         tl.store(tiles_ptr + 1, 0)
+    if cleared is not None:
+        own_end = tl.load(own_offsets_ptr + num_samples)
+        other_end = tl.load(other_offsets_ptr + num_samples)
+        for i in tl.static_range(len(CLEARED)):
+            if CLEARED[i][0]:
+                _clear_rows_behind(
+                    cleared[i], own_end, num_own, CLEARED[i][1], CLEARED[i][2], CLEARED[i][3],
+                    CLEARED[i][4],
+                )  # fmt: skip
+            else:
+                _clear_rows_behind(
+                    cleared[i], other_end, num_other, CLEARED[i][1], CLEARED[i][2], CLEARED[i][3],
+                    CLEARED[i][4],
+                )  # fmt: skip
 
 
 _launch = Launcher(_list_tiles_kernel)
@@ -125,13 +173,15 @@ def list_tiles(
     short: int,
     block: int,
     together: int = 0,
+    cleared: Sequence[RowsBehind] = (),
 ) -> Tensor:
     """List the tiles of ``block`` rows of one side, those of the longest other sides first.
 
     Samples of at most ``short`` rows on both sides are left out. ``capacity`` is at least the
     number of tiles, see :func:`most_tiles`. The tiles of a sample are consecutive, unless
     ``together``, a power of two, is given: then neighboring samples with about so many rows of the
-    other side in all are interleaved, first tiles before second tiles.
+    other side in all are interleaved, first tiles before second tiles. The rows of the tensors
+    ``cleared`` behind the last offset are set to zero.
 
     Returns:
         ``[1 + capacity, FIELDS]`` int64: in the first row the number of tiles and a zero, which
@@ -139,10 +189,13 @@ def list_tiles(
     """
     tiles = own_offsets.new_empty(1 + capacity, FIELDS.value, dtype=torch.int64)
     num_samples = own_offsets.numel() - 1
+    num_rows = {rows.of_own: rows.x.shape[-3] for rows in cleared}
+    sizes = num_samples, num_rows.get(True, 0), num_rows.get(False, 0)
     _launch(
         (CLASSES * triton.cdiv(num_samples, CHUNK),),
-        (tiles, own_offsets, other_offsets, num_samples),
+        (tiles, own_offsets, other_offsets, tuple(rows.x for rows in cleared) or None, *sizes),
         {
+            "CLEARED": tuple(_constants(*rows) for rows in cleared),
             "SHORT": short,
             "BLOCK": block,
             "TOGETHER": together,
@@ -154,6 +207,13 @@ def list_tiles(
         },
     )
     return tiles
+
+
+def _constants(x: Tensor, of_own: bool) -> tuple[bool, int, int, int, int]:
+    """What ``_list_tiles_kernel`` is compiled for, of a tensor that it clears."""
+    width = x.shape[-2] * x.shape[-1]
+    block_d = min(1024, triton.next_power_of_2(width))
+    return of_own, x.stride(-3), width, block_d, 1 if x.dim() == 3 else x.shape[0]
 
 
 def most_tiles(num_own: int, num_other: int, num_samples: int, short: int, block: int) -> int:

@@ -108,6 +108,10 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
     out, residual, stats = outputs
     if out.numel() == 0:
         return outputs
+    if args.offsets.shape[0] == 1:  # no sample
+        for x in outputs:
+            x.zero_()
+        return outputs
     launch = _Launch(args, listing, backward=False)
     plan, num_splits = launch.plan, launch.num_splits
     if dispatch.LOG:
@@ -187,6 +191,10 @@ def backward(
         targets = None if sorted_indices is None else sorted_indices.targets
         grads = Gradients(grad_query, delta, grad_history, grad_bias, grad_tables, targets)
         _launch_backward(launch, grad_out, read, grads, args.scale)
+    else:
+        for grad in (grad_query, grad_history, grad_bias, grad_tables):
+            if grad is not None:
+                grad.zero_()
     if grad_history is not None and delta is not None and sorted_indices is not None:
         _write_row_gradients(
             launch, sorted_indices, grad_out, read, delta, grad_history, args.scale
@@ -219,11 +227,10 @@ def _launch_backward(
     sums = Sums(acc, weights)
     grid = (num_splits + launch.num_samples,)
     inputs = (launch.query, launch.history, launch.biases, outputs)
-    sizes = (*launch.sizes, num_splits)
+    sizes = (*launch.sizes, num_splits, launch.num_history_rows)
     if plan.variant == "warpgroup":
         query, history, *records = inputs
         boxes = _boxes_of(history, plan), _boxes_of(grads.history, plan)
-        grads = grads._replace(history=None)
         taken = (_aligned(grad_out), query, *records, grads, sums, launch.samples())
         _warpgroup_backward(grid, (*taken, *boxes, *sizes, scale), plan.kernel)
         return
@@ -311,6 +318,7 @@ class _Launch:
     Attributes:
         query, history, biases: as kernels read them.
         sizes: number of samples, of targets per sample, and of query rows in all.
+        num_history_rows: ``N``.
         num_splits: capacity of partial results.
         num_blocks: of all query rows, at most.
     """
@@ -322,6 +330,7 @@ class _Launch:
         plan = self.plan = plan_of(call)
         self.listing = listing
         self.num_samples = offsets.shape[0] - 1
+        self.num_history_rows = args.num_rows
         self.num_splits = args.num_rows // plan.split
         if call.layout == JAGGED:
             total_rows = query.shape[0] * call.num_heads

@@ -24,6 +24,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
 from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     allocate_components,
     blocks_of,
+    clear_gradients,
     columns_at_once,
     copy_next,
     decompose,
@@ -98,7 +99,11 @@ def _store_table(
             gl.store(ptr + bucket * H + head, of_head, mask=bucket < buckets)
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+    ]
+)  # fmt: skip
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -112,6 +117,7 @@ def backward_kernel(
     num_targets,
     num_rows,
     num_splits,
+    num_history_rows,  # ``N``
     scale,
     C: gl.constexpr,  # Constants
 ):
@@ -246,3 +252,4 @@ def backward_kernel(
         ptr = grads.tables + gl.program_id(0).to(gl.int64) * ((C.P + C.A) * C.H)
         _store_table(table, ptr, C.P, C.H, 0, BLOCKS_P)
         _store_table(table, ptr + C.P * C.H, C.A, C.H, BLOCKS_P, BLOCKS_A)
+    clear_gradients(grads, samples, num_samples, num_history_rows, C)

@@ -29,6 +29,7 @@ from torchrec_jagged_attn.attention.kernels.biases import (
 )
 from torchrec_jagged_attn.attention.kernels.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.attention.kernels.scores import weights_and_slopes
+from torchrec_jagged_attn.runtime.kernels.jagged import clear_rows
 from torchrec_jagged_attn.runtime.kernels.matmul import product
 from torchrec_jagged_attn.runtime.kernels.softmax import (
     load_stats,
@@ -37,7 +38,9 @@ from torchrec_jagged_attn.runtime.kernels.softmax import (
 )
 from torchrec_jagged_attn.target_attention.kernels.history_rows import load_history
 from torchrec_jagged_attn.target_attention.kernels.schedule import (
+    JAGGED,
     SHARED,
+    clear_gradients,
     find_work,
     load_queries,
     split_rows,
@@ -127,7 +130,11 @@ def _load_block(
     return Queries(q, grad_out, delta, maximum, inverse, draws), out
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+    ]
+)  # fmt: skip
 def grad_query_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -141,14 +148,19 @@ def grad_query_kernel(
     num_targets,
     num_rows,
     num_splits,
+    num_history_rows,  # ``N``
     history_stride,
     scale,
     C: tl.constexpr,  # Constants
 ):
     """Gradient of one block of a sample's query rows, over one chunk of its history.
 
-    If SINGLE_PASS, samples of one block are left to the other kernel.
+    If SINGLE_PASS, samples of one block are left to the other kernel. Gradients of query rows
+    behind the last offset are set to zero.
     """
+    if C.LAYOUT == JAGGED:
+        end = tl.load(samples.query_offsets + num_samples).to(tl.int64) * C.H
+        clear_rows(grads.query, end, num_rows, C.D, C.D, C.BLOCK_D)
     work = find_work(samples, num_samples, num_targets, num_splits, C, ALL_BLOCKS=False)
     row, count = work.row, work.count
     if not work.busy or (C.SINGLE_PASS and count <= C.BLOCK_R):
@@ -190,7 +202,11 @@ def grad_query_kernel(
         tl.store(grads.delta + row + r, delta, mask=r < count)
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+    ]
+)  # fmt: skip
 def grad_history_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -204,6 +220,7 @@ def grad_history_kernel(
     num_targets,
     num_rows,
     num_splits,
+    num_history_rows,  # ``N``
     history_stride,
     scale,
     C: tl.constexpr,  # Constants
@@ -212,8 +229,11 @@ def grad_history_kernel(
     """Gradients of one chunk of a sample's history and of its biases, over all its query rows.
 
     If ONE_BLOCK, of samples with one block of query rows, whose gradients it computes, too; else of
-    the other samples, whose ``delta`` it reads.
+    the other samples, whose ``delta`` it reads. Gradients behind the last offset are set to zero,
+    by the first of both kernels if samples differ.
     """
+    if ONE_BLOCK or C.LAYOUT != JAGGED or not C.SINGLE_PASS:
+        clear_gradients(grads, samples, num_samples, num_history_rows, C)
     work = find_work(samples, num_samples, num_targets, num_splits, C, ALL_BLOCKS=True)
     row, count = work.row, work.count
     if not work.busy or (C.SINGLE_PASS and count <= C.BLOCK_R) != ONE_BLOCK:

@@ -24,6 +24,7 @@ from torchrec_jagged_attn.runtime.kernels.softmax import online_softmax_update
 from torchrec_jagged_attn.target_attention.kernels.history_rows import load_history
 from torchrec_jagged_attn.target_attention.kernels.schedule import (
     SHARED,
+    clear_outputs,
     find_work,
     load_queries,
     split_rows,
@@ -49,6 +50,7 @@ def forward_kernel(
     C: tl.constexpr,  # Constants
 ):
     """One block of query rows over one chunk of its sample's history."""
+    clear_outputs(outputs, samples, num_samples, num_rows, C)
     work = find_work(samples, num_samples, num_targets, num_splits, C, ALL_BLOCKS=False)
     if not work.busy:
         return

@@ -32,6 +32,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     RIGHT,
     allocate_components,
     blocks_of,
+    clear_gradients,
     columns_at_once,
     copy_next,
     decompose,
@@ -270,7 +271,11 @@ def _subtract_means(table, weights, sums, split, count, grad_lse, C: gl.constexp
         _store_table(weights, ptr + count, count, C)
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+    ]
+)  # fmt: skip
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -284,6 +289,7 @@ def backward_kernel(
     num_targets,
     num_rows,
     num_splits,
+    num_history_rows,  # ``N``
     scale,
     C: gl.constexpr,  # Constants
 ):
@@ -368,3 +374,4 @@ def backward_kernel(
         if not of_last_chunk:
             ptr = grads.tables + gl.program_id(0).to(gl.int64) * (C.P + C.A) * count
             _store_table(table, ptr, count, C)
+    clear_gradients(grads, samples, num_samples, num_history_rows, C)

@@ -38,7 +38,9 @@ class SortedIndices(NamedTuple):
     """Gather indices in sorted order: runs of equal indices."""
 
     targets: Any  # [N]: the index, if it occurs once, else -1
-    positions: Any  # [2, N] int32: positions sorted by their index; and the sample of each
+    # [2, N] int32: positions sorted by their index, -1 for those behind the last offset; and the
+    # sample of each
+    positions: Any
     # int32 bit masks of INDICES sorted indices each: where a run of two or more begins
     starts: Any
     bounds: Any  # [2, U] int32: begin and end of each row's run; zeros without one
@@ -66,27 +68,32 @@ def find_runs_kernel(
     num_steps,
     BLOCK: tl.constexpr,
 ):
-    """Samples and runs of BLOCK sorted indices."""
+    """Samples and runs of BLOCK sorted indices.
+
+    Positions behind the last offset, which come last among those of equal indices, are in no run.
+    """
     index = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * BLOCK + index
-    mask = at < num_indices
-    n = tl.load(order_ptr + at, mask=mask, other=0)
+    num_positions = tl.load(offsets_ptr + num_samples)
+    n = tl.load(order_ptr + at, mask=at < num_indices, other=num_indices)
+    mask = n < num_positions
     row = tl.load(indices_ptr + n, mask=mask, other=0).to(tl.int64)
     before = tl.load(order_ptr + at - 1, mask=mask & (at > 0), other=0)
     last_row = tl.load(indices_ptr + before, mask=mask, other=0).to(tl.int64)
-    after = tl.load(order_ptr + at + 1, mask=at + 1 < num_indices, other=0)
-    next_row = tl.load(indices_ptr + after, mask=mask, other=0).to(tl.int64)
+    after = tl.load(order_ptr + at + 1, mask=mask & (at + 1 < num_indices), other=num_indices)
+    has_next = after < num_positions
+    next_row = tl.load(indices_ptr + after, mask=has_next, other=0).to(tl.int64)
     begins = mask & ((at == 0) | (row != last_row))
-    is_unique = begins & ((at == num_indices - 1) | (row != next_row))
+    ends = mask & ((has_next == 0) | (row != next_row))
+    is_unique = begins & ends
     tl.store(sorted_indices.targets + n, tl.where(is_unique, row, -1), mask=mask)
     bits = (begins & (is_unique == 0)).to(tl.int32) << index % INDICES
     bits = tl.sum(tl.reshape(bits, [BLOCK // INDICES, INDICES]), 1)
     word = tl.program_id(0) * (BLOCK // INDICES) + tl.arange(0, BLOCK // INDICES)
     tl.store(sorted_indices.starts + word, bits, mask=word < tl.cdiv(num_indices, INDICES))
     tl.store(sorted_indices.bounds + row, at, mask=begins)
-    tl.store(sorted_indices.bounds + num_rows + last_row, at, mask=begins & (at > 0))
-    tl.store(sorted_indices.bounds + num_rows + row, at + 1, mask=at == num_indices - 1)
-    tl.store(sorted_indices.positions + at, n, mask=mask)
+    tl.store(sorted_indices.bounds + num_rows + row, at + 1, mask=ends)
+    tl.store(sorted_indices.positions + at, tl.where(mask, n, -1), mask=at < num_indices)
     sample = find_samples(offsets_ptr, n, num_samples, num_steps)
     tl.store(sorted_indices.positions + num_indices + at, sample, mask=mask)
 
@@ -109,9 +116,11 @@ def _row_at(sorted_indices, indices_ptr, at):
     """The row of the sorted index at ``at``.
 
     At ``split · CHUNK``, it is the row that owns the split for a chunk after its first, if any
-    does: that sorted index is within its run.
+    does: that sorted index is within its run. Row 0, which does not, at a position behind the last
+    offset.
     """
-    return tl.load(indices_ptr + tl.load(sorted_indices.positions + at)).to(tl.int64)
+    position = tl.load(sorted_indices.positions + at)
+    return tl.load(indices_ptr + position, mask=position >= 0, other=0).to(tl.int64)
 
 
 @triton.jit

@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from torchrec_jagged_attn.runtime.kernels.jagged import count_chunks, find_sample, find_tile
+from torchrec_jagged_attn.runtime.kernels.jagged import (
+    clear_rows,
+    count_chunks,
+    find_sample,
+    find_tile,
+)
 from torchrec_jagged_attn.runtime.kernels.softmax import store_stats
 
 # Layout of queries: one block of rows per sample, the same block for all samples, or jagged.
@@ -134,6 +139,32 @@ def store_outputs(outputs, acc, maximum, total, num_rows, first, r, count, d, D:
 
 
 @triton.jit
+def clear_outputs(outputs, samples, num_samples, num_rows, C: tl.constexpr):
+    """Set outputs and statistics of JAGGED query rows behind the last offset to zero."""
+    if C.LAYOUT == JAGGED:
+        end = tl.load(samples.query_offsets + num_samples).to(tl.int64) * C.H
+        clear_rows(outputs.out, end, num_rows, C.D, C.D, C.BLOCK_D)
+        if outputs.residual is not None:
+            clear_rows(outputs.residual, end, num_rows, C.D, C.D, C.BLOCK_D)
+        clear_rows(outputs.stats, end, num_rows, 1, 1, 1)
+        clear_rows(outputs.stats + num_rows, end, num_rows, 1, 1, 1)
+
+
+@triton.jit
+def clear_gradients(grads, samples, num_samples, num_history_rows, C: tl.constexpr):
+    """Set gradients of history rows and of their biases to zero behind the last offset.
+
+    With gather indices, history rows are those of ``row_gradients.py``.
+    """
+    end = tl.load(samples.offsets + num_samples).to(tl.int64)
+    if (grads.history is not None) and (samples.indices is None):
+        clear_rows(grads.history, end, num_history_rows, C.D, C.D, C.BLOCK_D)
+    if grads.bias is not None:
+        WIDTH: tl.constexpr = 1 if C.PRIOR else C.H
+        clear_rows(grads.bias, end * WIDTH, num_history_rows.to(tl.int64) * WIDTH, 1, 1, 1)
+
+
+@triton.jit
 def store_queries(ptr, value, first, r, count, d, D: tl.constexpr):
     """Store ``value`` where :func:`load_queries` would load it."""
     mask = (r < count)[:, None] & (d < D)[None, :]
@@ -155,8 +186,7 @@ def list_splits(
     last = tl.load(split_list.offsets + sample + 1, mask=mask, other=0).to(tl.int64)
     length = (last - first).to(tl.int32)
     chunks = tl.where(length >= CHUNK, tl.cdiv(length, 2 * CHUNK), 0)
-    begin = (first // CHUNK).to(tl.int32)
-    end = tl.where(sample == num_samples - 1, num_splits, (last // CHUNK).to(tl.int32))
+    begin, end = (first // CHUNK).to(tl.int32), (last // CHUNK).to(tl.int32)
     for step in range(0, tl.max(end - begin), 8):
         chunk = step + tl.arange(0, 8)[None, :]
         split = begin[:, None] + chunk
@@ -164,6 +194,12 @@ def list_splits(
         listed = tl.where(chunk < chunks[:, None], sample.to(tl.int32)[:, None], -1)
         tl.store(split_list.splits + split, listed, mask=own)
         tl.store(split_list.splits + num_splits + split, 0, mask=own)
+    # Splits of rows behind the last offset
+    BLOCK: tl.constexpr = 8 * BLOCK_B
+    behind = (tl.load(split_list.offsets + num_samples) // CHUNK).to(tl.int32)
+    for start in range(behind + program * BLOCK, num_splits, tl.cdiv(num_samples, BLOCK_B) * BLOCK):
+        split = start + tl.arange(0, BLOCK)
+        tl.store(split_list.splits + split, -1, mask=split < num_splits)
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_splits"])

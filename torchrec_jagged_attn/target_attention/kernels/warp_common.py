@@ -549,3 +549,27 @@ def store_grad_of_bias(grads, ds, first, n, r, end, C: gl.constexpr, ROWS: gl.co
         gl.store(
             ptrs + (gl.expand_dims(n * C.H, 1 - ROWS) + gl.expand_dims(r, ROWS)), ds, mask=mask
         )
+
+
+@gluon.jit
+def clear_gradients(grads, samples, num_samples, num_history_rows, C: gl.constexpr):
+    """Set gradients of history rows and of their biases to zero behind the last offset: see
+    ``schedule.clear_gradients``. All programs share these rows.
+    """
+    end = gl.load(samples.offsets + num_samples).to(gl.int64)
+    if (grads.history is not None) and (samples.indices is None):
+        dtype: gl.constexpr = grads.history.dtype.element_ty
+        ROWS: gl.constexpr = 1024 * gl.num_warps() // C.BLOCK_D
+        layout: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps())
+        zeros = gl.zeros([ROWS, C.BLOCK_D], dtype, layout)
+        step = gl.num_programs(0) * ROWS
+        for row in range(end + gl.program_id(0) * ROWS, num_history_rows, step):
+            store_rows(grads.history, zeros, row, num_history_rows - row, 0, C.D)
+    if grads.bias is not None:
+        WIDTH: gl.constexpr = 1 if C.PRIOR else C.H
+        BLOCK: gl.constexpr = 128 * gl.num_warps()
+        i = gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+        size = num_history_rows.to(gl.int64) * WIDTH
+        step = gl.num_programs(0) * BLOCK
+        for at in range(end * WIDTH + gl.program_id(0) * BLOCK, size, step):
+            gl.store(grads.bias + at + i, 0.0, mask=i < size - at)

@@ -34,6 +34,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
 from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     LN2,
     LOG2E,
+    clear_gradients,
     decompose,
     drop_weights,
     find_listed_chunk,
@@ -86,7 +87,11 @@ def _store_table(table, ptr, COUNT: gl.constexpr, H: gl.constexpr):
         gl.store(ptr + (b * H + head), of_head, mask=b < COUNT)
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
+@gluon.jit(
+    do_not_specialize=[
+        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+    ]
+)  # fmt: skip
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
@@ -101,6 +106,7 @@ def backward_kernel(
     num_targets,
     num_rows,
     num_splits,
+    num_history_rows,  # ``N``
     scale,
     C: gl.constexpr,  # Constants
 ):
@@ -225,3 +231,4 @@ def backward_kernel(
             ptr = grads.tables + gl.program_id(0).to(gl.int64) * ((C.P + C.A) * C.H)
             _store_table(position_table, ptr, C.P, C.H)
             _store_table(age_table, ptr + C.P * C.H, C.A, C.H)
+    clear_gradients(grads, samples, num_samples, num_history_rows, C)
