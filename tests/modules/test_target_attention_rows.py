@@ -16,6 +16,7 @@ from tests.modules.target_attention_inputs import (
     make_inputs,
     make_module,
 )
+from tests.samples import assert_rows_behind_never_matter
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import JaggedTargetAttention
 
@@ -123,6 +124,22 @@ def test_a_row_in_many_places(device):
         functools.partial(function, module) for function in (attend, of_copies(attend_by_sample))
     )
     assert_matches_oracle(ours, oracle, inputs)
+
+
+@pytest.mark.usefixtures("nan_filled_memory")
+@pytest.mark.parametrize("num_targets", [2, [2, 0, 1, 3, 1]], ids=str)
+def test_rows_behind_the_last_one(num_targets, path, device):
+    """Of materialized keys and values, gradients are equal but for the order of sums."""
+    module = make_module(16, 2, value_projection=True, **path)
+    inputs = by_index(module, device, lengths=[5, 0, 40, 3, 1], targets=num_targets)
+    behind = {"indices": 70}
+    if "target_offsets" in inputs:
+        behind |= {"target": 5, "out": 5}
+    grad_out = torch.ones_like(inputs["target"])
+    assert_rows_behind_never_matter(
+        functools.partial(attend, module), inputs, grad_out, behind,
+        same=functools.partial(torch.allclose, atol=1e-5),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_gradients_are_those_asked_for(options, path, device):
     indirect=["path"],
 )
 def test_rows_behind_the_last_one(options, jagged, dropout, path, device):
-    """Without outputs, gradients of parameters are equal but for the order of sums."""
+    """Gradients of parameters are equal but for the order of sums."""
     arguments = op_arguments(device, jagged=jagged, **options, **path)
     if dropout:
         arguments["dropout"] = torch.tensor([7, 2**30], device=device)

@@ -127,6 +127,9 @@ def jagged_flash_attention(
     One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity can
     spread as in any attention: a masked key has a weight of zero, and 0 · NaN is NaN.
 
+    Offsets may end before the rows, as in buffers of a fixed size. Rows behind the last offset are
+    ignored, whatever they hold; their outputs and gradients are zeros.
+
     Args:
         q: ``[ΣLq, H, D]`` fp32, bf16 or fp16 (on CPU also fp64), ``D`` in 1…512. Gradients of fp32
             rows wider than 256 need 163 KiB of shared memory per block, as on A100 and H100; all

@@ -133,7 +133,8 @@ class JaggedSelfAttention(nn.Module):
 
         Args:
             history: values ``[N, E]`` of ``B`` samples, each from its oldest row to its newest. Its
-                weights are not read.
+                weights are not read. Rows behind the last offset must be finite, and are ignored;
+                if their outputs are not used, they do not change gradients.
             prior_weights: ``[N]``, what each row counts before others are compared with it, see
                 :func:`jagged_flash_attention`. A row of zero or below is masked.
 
@@ -301,6 +302,7 @@ class HistoryEncoderLayer(nn.Module):
     def forward(self, history: JaggedTensor, prior_weights: Tensor | None = None) -> JaggedTensor:
         """``history``, values ``[N, E]``, to as many rows with the same offsets.
 
+        Rows behind the last offset are as in :meth:`JaggedSelfAttention.forward`.
         ``prior_weights`` ``[N]`` are those of :meth:`JaggedSelfAttention.forward`.
 
         Raises:

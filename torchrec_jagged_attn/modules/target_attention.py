@@ -24,6 +24,7 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.codes.api import unpack_codes
 from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.layout import is_behind
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, attend_at_owners
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.modules.target_attention_arguments import (
@@ -295,7 +296,8 @@ class JaggedTargetAttention(nn.Module):
                 values ``[ΣT, C]`` for any number of targets per sample.
             history: values ``[N, D]`` of ``B`` samples, each from its oldest row to its newest,
                 read in their own dtype, also under autocast. Its weights are not read. With
-                ``history_codes``, values ``[N, num_bytes]`` uint8.
+                ``history_codes``, values ``[N, num_bytes]`` uint8. Rows behind the last offset are
+                ignored; they must be finite where keys and values are materialized.
             timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Integers or fp64:
                 fp32 holds today's Unix time to the nearest 128 seconds.
             prior_weights: ``[N]``, by which attention weights are multiplied before they are
@@ -541,11 +543,14 @@ def _with_a_copy_if_materialized(args: MultiHeadArguments) -> MultiHeadArguments
     of_copy = args._replace(indices=None)
     if args.indices is None or not is_materialized(of_copy):
         return args
+    # Those behind the last offset may name no row: they become the first one.
+    first = args.indices[:1].masked_fill(args.offsets[-1] == 0, 0)
+    indices = torch.where(is_behind(args.offsets, args.indices.shape[0]), first, args.indices)
     # The gradient of ``index_select`` is added up in no fixed order on a GPU, and that of
     # ``embedding`` in 16 bits on a CPU, where rows have these.
     if args.history.is_cuda:
-        return of_copy._replace(history=F.embedding(args.indices, args.history))
-    return of_copy._replace(history=args.history.index_select(0, args.indices))
+        return of_copy._replace(history=F.embedding(indices, args.history))
+    return of_copy._replace(history=args.history.index_select(0, indices))
 
 
 def _over_codes(

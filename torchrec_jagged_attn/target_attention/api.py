@@ -88,6 +88,9 @@ def jagged_target_attention(
     rows, or those of a whole table. No ``[N, D]`` tensor is created, also not in backward, which
     sums up the gradient of each row of ``history`` in fp32.
 
+    Offsets may end before the rows, as in buffers of a fixed size. Rows behind the last offset are
+    ignored, whatever they hold; their outputs and gradients are zeros.
+
     Args:
         query: ``[B, H, D]``; ``[B, T, H, D]`` for ``T`` targets per sample; ``[1, T, H, D]`` for
             queries shared by all samples; or, with ``query_offsets``, ``[ΣT, H, D]``. fp32, bf16 or
