@@ -72,7 +72,7 @@ def _clear_rows_behind(
     BLOCK_D: tl.constexpr,
     TIMES: tl.constexpr,
 ):
-    """Set the rows from ``end`` on to zero, of a tensor that has ``num_rows`` rows so many times."""
+    """Set the rows from ``end`` on to zero, of a tensor that has TIMES times ``num_rows`` rows."""
     for i in tl.static_range(TIMES):
         first = num_rows.to(tl.int64) * (i * STRIDE)
         clear_rows(ptr + first, end, num_rows, STRIDE, WIDTH, BLOCK_D)
