@@ -13,6 +13,9 @@ pairs, plus those in partly visible tiles. ``plan.py`` chooses the kernel varian
     hopper           half precision; backward computes scores once and orders dq by semaphores
     hopper_short     short samples on Hopper
 
+Rows behind the last offset are not read. The kernel that lists tiles sets their outputs and
+gradients to zero.
+
 Scores may have biases per head: by key row, by the bucket of the key's position or age, or by the
 bucket of its distance to the query (``distance_bias.py``), the only one that ``hopper`` supports.
 """

@@ -105,6 +105,9 @@ def _list_tiles_kernel(
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()
+    if cleared is not None:
+        own_end = tl.load(own_offsets_ptr + num_samples)
+        other_end = tl.load(other_offsets_ptr + num_samples)
     own_class = NUM_CLASSES - 1 - tl.program_id(0) % NUM_CLASSES
     own_first = tl.program_id(0) // NUM_CLASSES * CHUNK
     listed = own_first * 0
@@ -148,8 +151,6 @@ def _list_tiles_kernel(
         tl.store(tiles_ptr, listed + tl.sum(num_tiles))
         tl.store(tiles_ptr + 1, 0)
     if cleared is not None:
-        own_end = tl.load(own_offsets_ptr + num_samples)
-        other_end = tl.load(other_offsets_ptr + num_samples)
         for i in tl.static_range(len(CLEARED)):
             if CLEARED[i][0]:
                 _clear_rows_behind(

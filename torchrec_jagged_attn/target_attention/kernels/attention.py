@@ -17,6 +17,9 @@ Long histories are split into chunks, so that all of the GPU is used. Splits are
 by another kernel or, in the variants ``one_warp`` and ``warpgroup``, by the last program of a
 sample, which an atomic counter identifies. There are no other atomics. The split of a history
 depends on its length alone.
+
+Rows behind the last offset are not read. All programs of a kernel together set their outputs and
+gradients to zero.
 """
 
 from __future__ import annotations

@@ -180,6 +180,7 @@ def list_splits(
     A sample of CHUNK rows or more has chunks of up to 2 · CHUNK rows. Their splits are those from
     ``offsets[b] // CHUNK`` on.
     """
+    behind = (tl.load(split_list.offsets + num_samples) // CHUNK).to(tl.int32)
     sample = program.to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask = sample < num_samples
     first = tl.load(split_list.offsets + sample, mask=mask, other=0).to(tl.int64)
@@ -196,7 +197,6 @@ def list_splits(
         tl.store(split_list.splits + num_splits + split, 0, mask=own)
     # Splits of rows behind the last offset
     BLOCK: tl.constexpr = 8 * BLOCK_B
-    behind = (tl.load(split_list.offsets + num_samples) // CHUNK).to(tl.int32)
     for start in range(behind + program * BLOCK, num_splits, tl.cdiv(num_samples, BLOCK_B) * BLOCK):
         split = start + tl.arange(0, BLOCK)
         tl.store(split_list.splits + split, -1, mask=split < num_splits)
