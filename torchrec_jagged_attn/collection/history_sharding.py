@@ -48,13 +48,21 @@ from torchrec_jagged_attn.collection.id_exchange import (
     Received,
 )
 from torchrec_jagged_attn.collection.looked_up import (
+    SPARE,
+    Capacities,
     LocalHistory,
     LookedUp,
+    Padding,
     ReplicatedRows,
     SentFeatures,
     SentRows,
+    block_sizes,
+    local_capacity,
+    local_tensors,
+    sent_capacity,
+    static_local_ids,
 )
-from torchrec_jagged_attn.collection.padding import PaddedJaggedTensor
+from torchrec_jagged_attn.collection.padding import PaddedJaggedTensor, Segments
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
 
 SHARDING_TYPES = (
@@ -211,8 +219,12 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         return self.exchange(self.look_up(ctx, input))
 
-    def look_up(self, ctx: EmbeddingCollectionContext, input: KJTList) -> LookedUp:
-        """Look up all rows of which this rank is an owner rank."""
+    def look_up(
+        self, ctx: EmbeddingCollectionContext, input: KJTList, detach: bool = False
+    ) -> LookedUp:
+        """Look up all rows of which this rank is an owner rank. With ``detach``, backward does not
+        reach the tables.
+        """
         received: Received = input[0]  # pyright: ignore[reportAssignmentType]
         rows: dict[int, Tensor] = {}
         replicated: list[ReplicatedRows] = []
@@ -221,6 +233,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             if self.post_lookup_tracker_fn is not None:
                 self.post_lookup_tracker_fn(ids, found, self, None)
             found = found.view(-1, self._embedding_dim)
+            if detach:
+                found = found.detach().requires_grad_()
             if at not in self._replicated:
                 rows[at] = found
                 continue
@@ -236,10 +250,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         share = 1 / self._env.world_size if get_gradient_division() else 1.0
         layout = _Layout(self._exchange.local, received.rows_of_homes, [*rows])
         distributed = iter(_Distribute.apply(layout, parts, share, *rows.values()))
-        sent = [
-            self._sent_rows(received, *group, next(distributed))
-            for group in zip(self._sent, received.orders, strict=True)
-        ]
+        sent = [self._sent_rows(received, i, next(distributed)) for i in range(len(self._sent))]
         histories = [
             LocalHistory(
                 feature,
@@ -250,6 +261,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                     samples_per_rank=received.samples_of_homes,
                     owners=feature.owners,
                     group=self._group,
+                    queries_per_rank=received.queries_per_rank,
                 ),
             )
             for feature in self._local_histories
@@ -263,19 +275,131 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             sent,
             histories,
             replicated,
+            received.paddings is not None,
         )
 
-    @staticmethod
-    def _sent_rows(
-        received: Received, sent: SentFeatures, order: Tensor | None, rows: Tensor
-    ) -> SentRows:
+    def _sent_rows(self, received: Received, i: int, rows: Tensor) -> SentRows:
+        sent = self._sent[i]
         names = [feature.name for feature in sent.features]
-        recv_splits, send_splits = (
-            [sum(counts.get(name, 0) for name in names) for counts in per_rank]
+        recv_counts, send_counts = (
+            [counts.get(name, 0) for counts in per_rank for name in names]
             for per_rank in (received.rows_of_owners, received.rows_of_homes)
         )
         counts = [received.counts[name] for name in names]
-        return SentRows(sent, rows, send_splits, recv_splits, order, counts)
+        padding = received.paddings[i] if received.paddings else None
+        return SentRows(sent, rows, send_counts, recv_counts, received.orders[i], counts, padding)
+
+    def sizes(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> tuple[dict[str, int], tuple[Any, ...]]:
+        """The numbers of rows to look up, by the names of their capacities, and all other numbers
+        of the host that :meth:`look_up` and :meth:`exchange` read.
+        """
+        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        names: list[str | None] = []
+        counts: list[int] = []
+        for sent in self._sent:
+            names += sent.send_capacities + sent.recv_capacities
+            for per_rank in (received.rows_of_homes, received.rows_of_owners):
+                counts += [x.get(feature.name, 0) for x in per_rank for feature in sent.features]
+        for feature in self._exchange.features:
+            names.append(feature.capacity)
+            counts.append(received.counts[feature.name])
+        for feature in self._local_histories:
+            names.append(local_capacity(feature, self._group.rank()))
+            counts.append(sum(x.get(feature.name, 0) for x in received.rows_of_homes))
+        for features, ids in zip(self._replicated.values(), ctx.input_features, strict=True):
+            names += [self._capacities[name] for name in features]
+            counts += ids.length_per_key()
+        sizes = [*zip(names, counts, strict=True)]
+        fixed = [n for name, n in sizes if name is None]
+        constants = *received.samples_of_homes, *received.lengths.shape, *fixed
+        return {name: n for name, n in sizes if name is not None}, constants
+
+    def id_tensors(self, input: KJTList) -> dict[str, Tensor | Segments]:
+        """All tensors that :meth:`look_up` reads, if no table is replicated."""
+        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        tensors: dict[str, Tensor | Segments] = {"lengths": received.lengths}
+        for i in range(len(self._sent)):
+            sent = self._sent_rows(received, i, received.lengths)
+            tensors |= sent.order_tensors()
+        for at, ids in received.ids.items():
+            names, counts = self._id_segments(at, received)
+            tensors[f"ids {at}"] = Segments(ids.values(), counts, names, SPARE, fill=None)
+        for feature in self._local_histories:
+            ids = received.owned[feature.name]
+            tensors |= local_tensors(feature, ids, received.counts[feature.name], self._group)
+        return tensors
+
+    def padded_input(
+        self, input: KJTList, tensors: dict[str, Tensor], capacities: Capacities
+    ) -> Any:
+        """An ``input`` of :meth:`look_up` that reads the static counterparts of
+        :meth:`id_tensors`, and whose numbers of rows are ``capacities``.
+        """
+        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        ids: dict[int, KeyedJaggedTensor] = {}
+        per_source: list[dict[str, int]] = [{} for _ in received.rows_of_homes]
+        per_owner: list[dict[str, int]] = [{} for _ in received.rows_of_owners]
+        for at, x in received.ids.items():
+            blocks = iter(block_sizes(*self._id_segments(at, received), capacities))
+            per_key: list[int] = []
+            for feature in self._local_features(at):
+                ranks = per_source[:1] if feature.stays else per_source
+                sizes = [next(blocks) for _ in ranks]
+                for counts in per_source:
+                    counts[feature.name] = 0
+                for counts, size in zip(ranks, sizes, strict=True):
+                    counts[feature.name] = size
+                per_key.append(sum(sizes))
+            offsets = torch.tensor([0, *itertools.accumulate(per_key)], device=x.values().device)
+            ids[at] = KeyedJaggedTensor(
+                x.keys(), tensors[f"ids {at}"], offsets=offsets, stride=1, length_per_key=per_key
+            )
+        paddings = []
+        for i, sent in enumerate(self._sent):
+            counts = self._sent_rows(received, i, received.lengths).recv_counts
+            blocks = block_sizes(sent.recv_capacities, counts, capacities)
+            ends = tensors[f"{sent.name}: ends of rows received"]
+            paddings.append(Padding.create(ends, sent.recv_capacities, blocks))
+            for j, size in enumerate(blocks):
+                feature = sent.features[j % len(sent.features)]
+                per_owner[j // len(sent.features)][feature.name] = size
+        return [
+            Received(
+                tensors["lengths"],
+                {
+                    feature.name: capacities(feature.capacity, received.counts[feature.name])
+                    for feature in self._exchange.features
+                },
+                [tensors[f"{sent.name}: order"] for sent in self._sent],
+                ids,
+                {x.name: static_local_ids(x, tensors) for x in self._local_histories},
+                per_owner,
+                per_source,
+                received.samples_of_homes,
+                paddings,
+                [],
+            )
+        ]
+
+    def _local_features(self, lookup: int) -> list[Feature]:
+        return [feature for feature in self._exchange.local if feature.lookup == lookup]
+
+    def _id_segments(self, lookup: int, received: Received) -> tuple[list[str | None], list[int]]:
+        """Names of capacities and numbers of ids of a lookup: of each local history one, and of
+        each other feature those of each source rank.
+        """
+        rank, names, counts = self._group.rank(), [], []
+        for feature in self._local_features(lookup):
+            per_source = [x[feature.name] for x in received.rows_of_homes]
+            if feature.stays:
+                names.append(local_capacity(feature, rank))
+                counts.append(sum(per_source))
+            else:
+                names += [sent_capacity(feature, rank, i) for i in range(len(per_source))]
+                counts += per_source
+        return names, counts
 
     def exchange(self, looked_up: LookedUp) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Send rows to the source ranks of their samples, except rows of local histories."""
@@ -301,7 +425,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         """Start to send rows. Returns a function that waits for the rows of this rank's samples."""
         features = x.sent.features
         codecs = self._codecs if features[0].history is None else None
-        get_rows = start_exchange(x.rows, x.recv_splits, x.send_splits, self._group, codecs)
+        recv_splits, send_splits = map(x.sent.splits, (x.recv_counts, x.send_counts))
+        get_rows = start_exchange(x.rows, recv_splits, send_splits, self._group, codecs)
         order, padding = x.order, x.padding
         capacities = None
         if padding is not None:

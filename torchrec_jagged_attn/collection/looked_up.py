@@ -9,60 +9,88 @@ tensors are static, see ``padding.py``: the numbers of rows are then capacities.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_jagged_attn.collection.id_exchange import Feature
+from torchrec_jagged_attn.collection.id_exchange import Feature, OwnedIds
 from torchrec_jagged_attn.collection.padding import Segments
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows
 
 SPARE = 1
-"""Rows of zeros behind the capacity of each segment that is sent."""
+"""Rows behind the capacity of each segment of rows on an owner rank."""
 
 Capacities = Callable[[str | None, int], int]
 """The capacity of a segment, by the name of its capacity and its number of rows."""
 
 
 class SentFeatures(NamedTuple):
-    """Features whose rows are sent by one all-to-all, and the names of capacities."""
+    """Features whose rows are sent by one all-to-all, and the names of capacities.
+
+    A capacity is that of the rows of one feature from one owner rank to one source rank. It is None
+    if the owner rank has no rows of the feature.
+    """
 
     name: str
     features: list[Feature]
-    send_capacities: list[str | None]  # of the rows to each source rank
-    recv_capacities: list[str | None]  # of the rows from each owner rank
+    send_capacities: list[str | None]  # to each source rank, of each feature
+    recv_capacities: list[str | None]  # from each owner rank, of each feature
 
     @classmethod
     def create(cls, features: list[Feature], rank: int, num_ranks: int) -> SentFeatures:
-        others = ", …" if len(features) > 1 else ""
-        name = f"{features[0].name}{others}"
-        owners = {owner for feature in features for owner in feature.owners}
-
-        def capacity(owner: int, source: int) -> str | None:
-            return f"{name}: {owner} -> {source}" if owner in owners else None
-
+        ranks = range(num_ranks)
         return cls(
-            name,
+            f"{features[0].name}{', …' if len(features) > 1 else ''}",
             features,
-            [capacity(rank, source) for source in range(num_ranks)],
-            [capacity(owner, rank) for owner in range(num_ranks)],
+            [sent_capacity(feature, rank, source) for source in ranks for feature in features],
+            [sent_capacity(feature, owner, rank) for owner in ranks for feature in features],
         )
+
+    def splits(self, counts: list[int]) -> list[int]:
+        """Sums of ``counts``, of each feature, for each rank."""
+        n = len(self.features)
+        return [sum(counts[i : i + n]) for i in range(0, len(counts), n)]
+
+
+def sent_capacity(feature: Feature, owner: int, source: int) -> str | None:
+    """The name of the capacity of rows from an owner rank to a source rank."""
+    return f"{feature.name}: {owner} -> {source}" if owner in feature.owners else None
+
+
+def block_sizes(
+    names: Sequence[str | None], counts: Sequence[int], capacities: Capacities
+) -> list[int]:
+    """The sizes of blocks of segments, spare rows included."""
+    segments = zip(names, counts, strict=True)
+    return [capacities(name, n) + (0 if name is None else SPARE) for name, n in segments]
 
 
 class Padding(NamedTuple):
-    """Maps indices of rows received from owner ranks to indices with padding."""
+    """Maps rows received from owner ranks without padding to those with it.
 
-    recv_ends: Tensor  # [ranks] int64, where the rows of each owner rank end without padding
-    recv_starts: Tensor  # [ranks] int64, where they start with it
-    spare: int  # index of a row of zeros
+    Blocks are those of each owner rank and feature.
+    """
+
+    recv_ends: Tensor  # [blocks] int64, where the rows of each block end without padding
+    recv_starts: Tensor  # [blocks] int64, where they start with it
+    spare: int  # index of a spare row
+
+    @classmethod
+    def create(cls, recv_ends: Tensor, names: list[str | None], blocks: list[int]) -> Padding:
+        ends = [*itertools.accumulate(blocks)]
+        starts = torch.tensor([0, *ends[:-1]], device=recv_ends.device)
+        spare = next(end for name, end in zip(names, ends, strict=True) if name is not None) - 1
+        return cls(recv_ends, starts, spare)
 
     def index(self, order: Tensor) -> Tensor:
-        """Indices with padding of the indices ``order`` without it, where -1 is a row of zeros."""
+        """Indices with padding of the indices ``order`` without it, where -1 is a spare row."""
         starts = torch.cat([self.recv_ends.new_zeros(1), self.recv_ends[:-1]])
-        owner = torch.bucketize(order, self.recv_ends, right=True)
-        shifts = (self.recv_starts - starts).index_select(0, owner)
+        block = torch.bucketize(order, self.recv_ends, right=True)
+        block = block.clamp_(max=starts.shape[0] - 1)
+        shifts = (self.recv_starts - starts).index_select(0, block)
         return (order + shifts).masked_fill(order < 0, self.spare)
 
 
@@ -70,9 +98,9 @@ class SentRows(NamedTuple):
     """Rows that are sent to the source ranks of their samples by one all-to-all."""
 
     sent: SentFeatures
-    rows: Tensor  # [sum(send_splits), D], of the samples of each source rank
-    send_splits: list[int]  # rows to each source rank
-    recv_splits: list[int]  # rows from each owner rank
+    rows: Tensor  # [sum(send_counts), D], of the samples of each source rank
+    send_counts: list[int]  # rows to each source rank, of each feature
+    recv_counts: list[int]  # rows from each owner rank, of each feature
     # [sum(counts)] int64: the index, among the rows received, of each row of this rank's samples.
     # None if it is its own.
     order: Tensor | None
@@ -80,38 +108,42 @@ class SentRows(NamedTuple):
     padding: Padding | None = None
 
     def tensors(self) -> dict[str, Tensor | Segments]:
-        order = self.order
+        rows = Segments(self.rows, self.send_counts, self.sent.send_capacities, SPARE)
+        return {f"{self.sent.name}: rows": rows} | self.order_tensors()
+
+    def order_tensors(self) -> dict[str, Tensor | Segments]:
+        """What a source rank reads besides the rows that it receives."""
+        order, device = self.order, self.rows.device
         if order is None:
-            order = torch.arange(sum(self.counts), device=self.rows.device)
+            order = torch.arange(sum(self.counts), device=device)
+        # From pinned memory: a copy from any other waits for the device.
+        ends = [*itertools.accumulate(self.recv_counts)]
+        ends = torch.tensor(ends, pin_memory=device.type == "cuda")
         capacities = [feature.capacity for feature in self.sent.features]
         return {
-            f"{self.sent.name}: rows": Segments(
-                self.rows, self.send_splits, self.sent.send_capacities, SPARE
-            ),
             f"{self.sent.name}: order": Segments(order, self.counts, capacities, fill=-1),
+            f"{self.sent.name}: ends of rows received": ends.to(device, non_blocking=True),
         }
 
-    def with_tensors(
-        self, tensors: dict[str, Tensor], recv_ends: Tensor, capacities: Capacities
-    ) -> SentRows:
-        send, recv = (
-            [capacities(name, count) + SPARE for name, count in zip(names, counts, strict=True)]
-            for names, counts in (
-                (self.sent.send_capacities, self.send_splits),
-                (self.sent.recv_capacities, self.recv_splits),
-            )
-        )
-        starts = [0, *itertools.accumulate(recv[:-1])]
-        features = zip(self.sent.features, self.counts, strict=True)
+    def with_tensors(self, tensors: dict[str, Tensor], capacities: Capacities) -> SentRows:
+        sent = self.sent
+        recv = block_sizes(sent.recv_capacities, self.recv_counts, capacities)
+        recv_ends = tensors[f"{sent.name}: ends of rows received"]
+        features = zip(sent.features, self.counts, strict=True)
         return SentRows(
-            self.sent,
-            tensors[f"{self.sent.name}: rows"],
-            send,
+            sent,
+            tensors[f"{sent.name}: rows"],
+            block_sizes(sent.send_capacities, self.send_counts, capacities),
             recv,
-            tensors[f"{self.sent.name}: order"],
+            tensors[f"{sent.name}: order"],
             [capacities(feature.capacity, count) for feature, count in features],
-            Padding(recv_ends, torch.tensor(starts, device=recv_ends.device), recv[0] - 1),
+            Padding.create(recv_ends, sent.recv_capacities, recv),
         )
+
+
+def local_capacity(feature: Feature, rank: int) -> str | None:
+    """The name of the capacity of the rows of a history on an owner rank."""
+    return f"{feature.name} on {rank}" if rank in feature.owners else None
 
 
 class LocalHistory(NamedTuple):
@@ -122,38 +154,49 @@ class LocalHistory(NamedTuple):
     owned: OwnedRows
 
     def tensors(self) -> dict[str, Tensor | Segments]:
-        name, owned = self.feature.name, self.owned
-        rank = owned.group.rank()
-        capacity = f"{name} on {rank}" if rank in owned.owners else None
-
-        def segment(x: Tensor) -> Segments:
-            return Segments(x, [x.shape[0]], [capacity])
-
-        tensors: dict[str, Tensor | Segments] = {
-            f"{name}: rows": segment(owned.rows),
-            f"{name}: lengths": owned.lengths,
-            f"{name}: positions": segment(owned.positions),
-            # Tells the number of rows on all owner ranks.
-            f"{name}: placeholder": Segments(
-                owned.rows.new_empty(self.num_rows, 0), [self.num_rows], [self.feature.capacity]
-            ),
-        }
-        if owned.ages is not None:
-            tensors[f"{name}: ages"] = segment(owned.ages)
-        if owned.prior_weights is not None:
-            tensors[f"{name}: prior weights"] = segment(owned.prior_weights)
-        return tensors
+        rows, group = self.owned.rows, self.owned.group
+        capacity = local_capacity(self.feature, group.rank())
+        of_rows = Segments(rows, [rows.shape[0]], [capacity], SPARE)
+        ids = OwnedIds(*self.owned[1:5])
+        return {f"{self.feature.name}: rows": of_rows} | local_tensors(
+            self.feature, ids, self.num_rows, group
+        )
 
     def with_tensors(self, tensors: dict[str, Tensor], capacities: Capacities) -> LocalHistory:
-        name = self.feature.name
         owned = self.owned._replace(
-            rows=tensors[f"{name}: rows"],
-            lengths=tensors[f"{name}: lengths"],
-            positions=tensors[f"{name}: positions"],
-            ages=tensors.get(f"{name}: ages"),
-            prior_weights=tensors.get(f"{name}: prior weights"),
+            rows=tensors[f"{self.feature.name}: rows"],
+            **static_local_ids(self.feature, tensors)._asdict(),
         )
         return LocalHistory(self.feature, capacities(self.feature.capacity, self.num_rows), owned)
+
+
+def local_tensors(
+    feature: Feature, ids: OwnedIds, num_rows: int, group: dist.ProcessGroup
+) -> dict[str, Tensor | Segments]:
+    """All tensors of a local history besides its rows; ``num_rows`` are on all owner ranks."""
+    capacity = local_capacity(feature, group.rank())
+    tensors: dict[str, Tensor | Segments] = {
+        f"{feature.name}: lengths": ids.lengths,
+        # Of the rows on all owner ranks, of which nothing is read but their number.
+        f"{feature.name}: placeholder": Segments(
+            ids.positions.new_empty(num_rows, 0), [num_rows], [feature.capacity]
+        ),
+    }
+    for name, x in zip(ROW_TENSORS, ids[1:], strict=True):
+        if x is not None:
+            tensors[f"{feature.name}: {name}"] = Segments(x, [x.shape[0]], [capacity], SPARE)
+    return tensors
+
+
+ROW_TENSORS = ("positions", "ages", "prior weights")
+
+
+def static_local_ids(feature: Feature, tensors: dict[str, Tensor]) -> OwnedIds:
+    """The static counterparts of what :func:`local_tensors` was given."""
+    lengths = tensors[f"{feature.name}: lengths"]
+    positions, *others = (tensors.get(f"{feature.name}: {name}") for name in ROW_TENSORS)
+    assert positions is not None
+    return OwnedIds(lengths, positions, *others)
 
 
 class ReplicatedRows(NamedTuple):
@@ -193,37 +236,11 @@ class LookedUp(NamedTuple):
     is_padded: bool = False
 
     def tensors(self) -> dict[str, Tensor | Segments]:
-        """All tensors by name. Rows of trained tables require a gradient."""
+        """All tensors by name. Those that require a gradient get one."""
         tensors: dict[str, Tensor | Segments] = {"lengths": self.lengths}
-        if self.sent:
-            ends = [[*itertools.accumulate(x.recv_splits)] for x in self.sent]
-            # From pinned memory: a copy from any other waits for the device.
-            ends = torch.tensor(ends, pin_memory=self.lengths.is_cuda)
-            tensors["ends of rows received"] = ends.to(self.lengths.device, non_blocking=True)
         for x in (*self.sent, *self.histories, *self.replicated):
             tensors |= x.tensors()
         return tensors
-
-    def constants(self) -> tuple:
-        """All numbers that must be equal to those at a capture, besides capacities."""
-        features = [
-            *((x.features, x.capacities, x.counts) for x in self.replicated),
-            *(
-                (
-                    [feature.name for feature in x.sent.features],
-                    [feature.capacity for feature in x.sent.features],
-                    x.counts,
-                )
-                for x in self.sent
-            ),
-        ]
-        counts = (
-            (name, count)
-            for names, capacities, counts in features
-            for name, capacity, count in zip(names, capacities, counts, strict=True)
-            if capacity is None
-        )
-        return tuple(self.samples_per_rank), tuple(self.lengths.shape), *counts
 
     def with_tensors(self, tensors: dict[str, Tensor], capacities: Capacities) -> LookedUp:
         """A copy for a CUDA graph, which reads the static counterparts of :meth:`tensors`.
@@ -234,15 +251,11 @@ class LookedUp(NamedTuple):
         With jagged candidates, its first attention gathers the numbers of candidates of all ranks,
         and waits for the device. Later calls, such as the capture, use the same numbers.
         """
-        ends = tensors["ends of rows received"] if self.sent else ()
         queries_per_rank: list[int] = []
         histories = [x.with_tensors(tensors, capacities) for x in self.histories]
         return self._replace(
             lengths=tensors["lengths"],
-            sent=[
-                x.with_tensors(tensors, recv_ends, capacities)
-                for x, recv_ends in zip(self.sent, ends, strict=True)
-            ],
+            sent=[x.with_tensors(tensors, capacities) for x in self.sent],
             histories=[
                 x._replace(owned=x.owned._replace(queries_per_rank=queries_per_rank))
                 for x in histories

@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-import torch
+
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -12,16 +12,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 class Segments(NamedTuple):
     """A tensor whose first dimension holds segments of varying size, one after the other.
 
-    Its static counterpart has shape ``[sum(capacity + spare), …]``: each segment starts at the
-    beginning of its block, and ``fill`` follows it. The capacity of a segment without a name is its
-    count at the capture. Segments of equal names share a capacity.
+    Its static counterpart holds a block of ``capacity + spare`` rows for each: the segment, and
+    ``fill`` behind it. A segment without a name always has as many rows as at the capture, and no
+    spare ones. Segments of equal names share a capacity.
     """
 
     tensor: Tensor  # [sum(counts), …]
     counts: list[int]  # rows of each segment
     names: list[str | None]  # of the capacities; None if the count never varies within a capture
-    spare: int = 0  # rows behind the capacity of each segment, which always have the value `fill`
-    fill: int = 0  # value of the rows behind each segment's count
+    spare: int = 0  # rows behind the capacity of each segment that has a name
+    fill: int | None = 0  # value of the rows behind each segment; None: rows of earlier steps stay
 
 
 class PaddedJaggedTensor(JaggedTensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,19 +18,22 @@ from torchrec_jagged_attn.collection.padding import PaddedFeatures, Segments
 
 @dataclass
 class StepInputs:
-    """Everything that the captured part of a step reads.
+    """All that a step reads of one batch.
 
-    ``tensors`` differ from batch to batch, in sizes that :class:`Segments` describe; ``constants``
-    are the host's numbers and objects that must be those of the capture.
+    Attributes:
+        tensors: by name; sizes that differ from batch to batch are those of :class:`Segments`.
+        counts: the numbers of rows for which there are capacities, by the names of these.
+        constants: the host's numbers and objects that must be those of the capture.
     """
 
     tensors: dict[str, Tensor | Segments] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
 
     def add_batch(
         self, name: str, batch: Any, fixed_keys: Container[str], keys: Container[str] | None
     ) -> None:
-        """Add the tensors and constants of a ``batch``.
+        """Add a ``batch``.
 
         Of a KeyedJaggedTensor, these are its lengths, and the values and weights of ``keys``
         (names like ``"batch.sparse_features[history]"``), or of all keys if None. The number of
@@ -40,6 +43,8 @@ class StepInputs:
         def add(path: str, x: Tensor | KeyedJaggedTensor) -> None:
             if isinstance(x, Tensor):
                 self.tensors[path] = x
+                self.constants[f"the shape of {path}"] = x.shape
+                self.constants[f"the dtype of {path}"] = x.dtype
                 return
             if x.variable_stride_per_key():
                 raise NotImplementedError(
@@ -47,54 +52,45 @@ class StepInputs:
                     f"got {x.stride_per_key()} for {x.keys()}: use TrainPipelineSparseDist"
                 )
             self.tensors[f"{path}.lengths"] = x.lengths()
-            self.constants[f"{path}.keys"] = x.keys()
-            self.constants[f"{path}.stride"] = x.stride()
-            names = {f"{path}[{key}]": key for key in x.keys()}
+            self.constants[f"the keys of {path}"] = x.keys()
+            self.constants[f"the number of samples of {path}"] = x.stride()
+            names = {f"{path}[{key}]": key for key in x.keys()}  # noqa: SIM118
             if keys is not None and not any(name in keys for name in names):
                 return  # without asking for the numbers of rows, which may be on the device alone
             weights = x.weights_or_none()
             begin = 0
             for (of_key, key), count in zip(names.items(), x.length_per_key(), strict=True):
                 if keys is None or of_key in keys:
-                    sizes = [count], [None if key in fixed_keys else of_key]
-                    self.tensors[of_key] = Segments(x.values().narrow(0, begin, count), *sizes)
+                    capacity = None if key in fixed_keys else of_key
+                    if capacity is None:
+                        self.constants[f"the number of rows of {of_key}"] = count
+                    else:
+                        self.counts[capacity] = count
+                    part = x.values().narrow(0, begin, count)
+                    self.tensors[of_key] = Segments(part, [count], [capacity])
                     if weights is not None:
                         part = weights.narrow(0, begin, count)
-                        self.tensors[f"{of_key}.weights"] = Segments(part, *sizes)
+                        self.tensors[f"{of_key}.weights"] = Segments(part, [count], [capacity])
                 begin += count
 
         replace_tensors(batch, add, self.constants.__setitem__, name)
 
-    def add(self, name: str, tensors: Mapping[str, Tensor | Segments], constants: Any) -> None:
-        """Add what the sharded module ``name`` looked up."""
-        self.constants[name] = constants
+    def add_sizes(self, name: str, counts: Mapping[str, int], constants: Any) -> None:
+        """Add the sizes of what the sharded module ``name`` looks up."""
+        self.counts |= {f"{name}: {key}": count for key, count in counts.items()}
+        self.constants[f"sizes of {name}"] = constants
+
+    def add_tensors(self, name: str, tensors: Mapping[str, Tensor | Segments]) -> None:
+        """Add tensors of the sharded module ``name``."""
         for key, x in tensors.items():
             if isinstance(x, Segments):
                 x = x._replace(names=[at and f"{name}: {at}" for at in x.names])
             self.tensors[f"{name}: {key}"] = x
 
-    def counts(self) -> Iterator[tuple[str, int]]:
-        """The number of rows of each segment with a capacity, by name of the capacity."""
-        for x in self.tensors.values():
-            if isinstance(x, Segments):
-                for name, count in zip(x.names, x.counts, strict=True):
-                    if name is not None:
-                        yield name, count
-
-    def sizes(self) -> dict[str, Any]:
-        """Everything that must be that of the capture."""
-        sizes: dict[str, Any] = dict(self.constants)
-        for name, x in self.tensors.items():
-            if isinstance(x, Segments):
-                fixed = [n for n, at in zip(x.counts, x.names, strict=True) if at is None]
-                sizes[f"{name}, rows"] = fixed
-            else:
-                sizes[f"{name}, shape"] = x.shape
-        return sizes
-
     def has_no_sample(self) -> bool:
         """Whether a KeyedJaggedTensor has no sample."""
-        return any(name.endswith(".stride") and x == 0 for name, x in self.constants.items())
+        samples = "the number of samples of "
+        return any(name.startswith(samples) and x == 0 for name, x in self.constants.items())
 
 
 def with_static_tensors(
@@ -158,9 +154,11 @@ def replace_tensors(
     return result
 
 
-def are_equal(x: Mapping[str, Any], y: Mapping[str, Any] | None) -> bool:
-    """Whether both have equal values of equal names."""
-    return y is not None and x.keys() == y.keys() and all(is_same(x[k], y[k]) for k in x)
+def difference(x: Mapping[str, Any], y: Mapping[str, Any]) -> str | None:
+    """The first name whose values differ, if there is one."""
+    if x.keys() != y.keys():
+        return min(x.keys() ^ y.keys())
+    return next((name for name in x if not is_same(x[name], y[name])), None)
 
 
 def is_same(x: Any, y: Any) -> bool:

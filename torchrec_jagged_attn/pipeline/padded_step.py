@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,13 @@ from torchrec_jagged_attn.collection.padding import PaddedValuesError, Segments
 from torchrec_jagged_attn.pipeline.batches import (
     StepInputs,
     clone_tensors,
-    is_same,
     replace_tensors,
+    tensors_of,
     with_static_tensors,
 )
 from torchrec_jagged_attn.pipeline.dense import dense_parameters
-from torchrec_jagged_attn.pipeline.lookups import Lookup
+from torchrec_jagged_attn.pipeline.learning_rates import LearningRates
+from torchrec_jagged_attn.pipeline.lookups import Ids, Lookup
 
 # The first passes compile kernels and initialize libraries, which a capture does not permit.
 PASSES_BEFORE_CAPTURE = 2
@@ -32,86 +34,54 @@ LARGE = 1 << 20
 """Elements of a tensor for which a copy of its own is faster than one kernel for many tensors."""
 
 
-class Misfit(NamedTuple):
-    """Why a batch cannot be trained by a captured step."""
-
-    reason: str
-    is_capacity: bool = False  # whether a larger capacity would do
-
-
 class StaticTensors:
-    """Tensors with fixed addresses and capacities, which each step fills."""
+    """Tensors with fixed addresses and sizes, which each step fills."""
 
     def __init__(self, inputs: StepInputs, capacities: Capacities) -> None:
         self._inputs, self._capacities = inputs, capacities
         self._tensors: dict[str, Tensor] = {}
-        self._blocks: dict[
-            str, list[int]
-        ] = {}  # of Segments: their capacities, spare rows included
-        self._fixed: dict[str, list[bool]] = {}
+        self._blocks: dict[str, list[int]] = {}  # the sizes of the blocks of Segments
 
     def __getitem__(self, name: str) -> Tensor:
         """The static tensor ``name``, filled with the first batch when it is first asked for."""
         if name not in self._tensors:
             x = self._inputs.tensors[name]
             if isinstance(x, Segments):
-                blocks = [
-                    self._capacities(capacity, count) + x.spare
-                    for capacity, count in zip(x.names, x.counts, strict=True)
+                segments = zip(x.names, x.counts, strict=True)
+                self._blocks[name] = blocks = [
+                    self._capacities(at, n) + (0 if at is None else x.spare) for at, n in segments
                 ]
                 shape = sum(blocks), *x.tensor.shape[1:]
-                tensor = x.tensor.detach().new_full(shape, x.fill)
-                self._blocks[name] = blocks
-                self._fixed[name] = [capacity is None for capacity in x.names]
-                tensor.requires_grad_(x.tensor.requires_grad)
+                static = x.tensor.detach().new_full(shape, x.fill or 0)
+                if x.fill is None:  # all rows must be valid, and not all alike
+                    repeated = x.tensor.repeat(-(-shape[0] // max(1, x.tensor.shape[0])))
+                    static[: repeated.shape[0]].copy_(repeated[: shape[0]])
+                is_trained = x.tensor.requires_grad
             else:
-                tensor = torch.empty_like(x, memory_format=torch.contiguous_format)
-                tensor.requires_grad_(x.requires_grad)
-            self._tensors[name] = tensor
-            self._fill([(tensor, name, x)])
+                static = torch.empty_like(x, memory_format=torch.contiguous_format)
+                is_trained = x.requires_grad
+            self._tensors[name] = static.requires_grad_(is_trained)
+            self._fill({name: static}, self._inputs)
         return self._tensors[name]
 
-    def misfit(self, inputs: StepInputs) -> Misfit | None:
-        """Why ``inputs`` do not fit, if they do not."""
-        overflow = None
-        for name, static in self._tensors.items():
-            x = inputs.tensors.get(name)
-            if x is None:
-                return Misfit(f"no {name}")
-            tensor = x.tensor if isinstance(x, Segments) else x
-            is_segments = name in self._blocks
-            same = static.shape[1:] == tensor.shape[1:] if is_segments else static.shape == x.shape  # pyright: ignore
-            if not same or static.dtype != tensor.dtype or is_segments != isinstance(x, Segments):
-                return Misfit(f"another shape or dtype of {name}")
-            if isinstance(x, Segments):
-                if len(x.counts) != len(self._blocks[name]):
-                    return Misfit(f"another number of segments of {name}")
-                rows = zip(x.counts, self._blocks[name], self._fixed[name], strict=True)
-                for count, block, is_fixed in rows:
-                    capacity = block - x.spare
-                    if is_fixed and count != capacity:
-                        return Misfit(f"another number of rows of {name}")
-                    if count > capacity:
-                        overflow = Misfit(f"more rows of {name} than the capacity", True)
-        return overflow
-
     def fill(self, inputs: StepInputs) -> None:
-        """Copy ``inputs`` into the static tensors, and zeros behind them."""
-        self._fill([(static, name, inputs.tensors[name]) for name, static in self._tensors.items()])
+        """Copy ``inputs`` into the static tensors."""
+        self._fill(self._tensors, inputs)
 
     @torch.no_grad()
-    def _fill(self, tensors: list[tuple[Tensor, str, Tensor | Segments]]) -> None:
+    def _fill(self, tensors: Mapping[str, Tensor], inputs: StepInputs) -> None:
         copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for static, name, x in tensors:
+        fills: dict[int, list[Tensor]] = {}
+        for name, static in tensors.items():
+            x = inputs.tensors[name]
             parts = [(static, x)]
             if isinstance(x, Segments):
-                parts = []
-                blocks, begin, first = self._blocks[name], 0, 0
-                for count, block in zip(x.counts, blocks, strict=True):
-                    static.narrow(0, begin + count, block - count).fill_(x.fill)
-                    part = x.tensor.narrow(0, first, count)
-                    parts.append((static.narrow(0, begin, count), part))
-                    begin, first = begin + block, first + count
+                blocks = static.split(self._blocks[name])
+                segments = zip(blocks, x.tensor.split(x.counts), strict=True)
+                parts = [(block[: part.shape[0]], part) for block, part in segments]
+                if x.fill is not None:
+                    rest = (block[n:] for block, n in zip(blocks, x.counts, strict=True))
+                    fills.setdefault(x.fill, []).extend(y for y in rest if y.numel() > 0)
             for to, source in parts:
                 if to.numel() > LARGE:
                     to.copy_(source)
@@ -119,12 +89,13 @@ class StaticTensors:
                     into, sources = copies.setdefault(to.dtype, ([], []))
                     into.append(to)
                     sources.append(source.detach())
+        for value, rest in fills.items():
+            if rest:
+                torch._foreach_zero_(rest)
+                if value:
+                    torch._foreach_add_(rest, value)
         for into, sources in copies.values():
             torch._foreach_copy_(into, sources)
-
-    def capacities(self) -> dict[str, list[int]]:
-        """The capacities of :class:`Segments`, spare rows included."""
-        return self._blocks
 
     def trained(self) -> dict[str, Tensor]:
         """Those that have a gradient."""
@@ -134,23 +105,26 @@ class StaticTensors:
         """The ``gradient`` of the rows of ``x``, without those behind the segments."""
         if not isinstance(x, Segments):
             return gradient
-        begins = itertools.accumulate(self._blocks[name], initial=0)
-        parts = [gradient.narrow(0, at, n) for at, n in zip(begins, x.counts, strict=False)]
+        blocks = zip(gradient.split(self._blocks[name]), x.counts, strict=True)
+        parts = [block[:count] for block, count in blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class PaddedStep:
-    """The part of a training step behind the lookups, on static tensors of a fixed size.
+    """A training step on static tensors of fixed sizes, without the optimizers of dense layers.
 
-    On a GPU it is captured in a CUDA graph, on a CPU it runs each time.
+    On a GPU it is captured in a CUDA graph, on a CPU it runs each time. Lookups that are inside
+    are a part of it, forward and backward with the update of their tables. Of the others, it reads
+    the rows, and returns a function that runs their backward.
 
     Args:
         model: without DistributedModelParallel and DistributedDataParallel.
         group: the ranks over which gradients of dense parameters are averaged, or None.
-        batch, results, lookups: a batch, the results of modules that ran on it before the input
-            dist, and what sharded modules looked up, by the names of the modules.
-        inputs: all tensors and constants of these three.
-        capacities: the capacities of segments.
+        batch, results: a batch, and the results of modules that ran on it before the input dist.
+        lookups: the rows that sharded modules looked up, of lookups outside.
+        ids: the ids of sharded modules whose lookups are inside.
+        inputs: all tensors of these.
+        capacities: by name.
     """
 
     def __init__(
@@ -160,84 +134,99 @@ class PaddedStep:
         batch: Any,
         results: Mapping[str, Any],
         lookups: Mapping[str, Lookup],
+        ids: Mapping[str, Ids],
         inputs: StepInputs,
-        capacities: Capacities,
+        capacities: Mapping[str, int],
     ) -> None:
+        self.capacities = capacities
         self.read: set[str] = set()  # keys of KeyedJaggedTensors that the model reads
         self._model, self._group = model, group
-        self._static = static = StaticTensors(inputs, capacities)
+
+        def capacity(name: str | None, count: int, prefix: str = "") -> int:
+            return count if name is None else capacities[f"{prefix}{name}"]
+
+        self._static = static = StaticTensors(inputs, capacity)
         args = static.__getitem__, self.read.add
         self._batch = with_static_tensors(batch, "batch", *args)
         self._results = {
             name: with_static_tensors(result, name, *args) for name, result in results.items()
         }
-        self._lookups = {}
-        for name, lookup in lookups.items():
-            tensors = {key: static[f"{name}: {key}"] for key in lookup.tensors()}
-            self._lookups[name] = lookup.with_tensors(
-                tensors, lambda key, n, name=name: capacities(key and f"{name}: {key}", n)
-            )
-        self.constants = inputs.constants
+
+        def with_static(name: str, x: Any) -> Any:
+            tensors = {key: static[f"{name}: {key}"] for key in x.tensors()}
+            return x.with_tensors(tensors, functools.partial(capacity, prefix=f"{name}: "))
+
+        self._lookups: dict[str, Lookup] = {
+            name: with_static(name, x) for name, x in lookups.items()
+        }
+        self._ids: dict[str, Ids] = {name: with_static(name, x) for name, x in ids.items()}
         # Gradients of a parameter are accumulated on the stream on which autograd first met it, in
         # DistributedDataParallel the one on which the model was built: a capture needs new ones.
         self._parameters = [x for x in dense_parameters(model) if x.parameter.requires_grad]
         self._trained = list(dict.fromkeys(x.parameter for x in self._parameters))
         self._aliases = {x: nn.Parameter(x.detach()) for x in self._trained}
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.run()
+        self._learning_rates: LearningRates | None = None
+        self.run(update_tables=False)
 
-    def misfit(self, inputs: StepInputs) -> Misfit | None:
-        """Why ``inputs`` cannot be trained by this step, if they cannot."""
-        for name, value in self.constants.items():
-            if not is_same(value, inputs.constants.get(name)):
-                return Misfit(f"another value of {name}")
-        if self.constants.keys() != inputs.constants.keys():
-            return Misfit("other attributes of the batch")
-        return self._static.misfit(inputs)
-
-    def run(self) -> None:
+    def run(self, update_tables: bool = True) -> None:
         """Forward and backward on the static tensors, as they are."""
-        rows = self._static.trained()
-        with self._static_modules(), self._alias_parameters():
+        outputs = {name: x.output for name, x in self._lookups.items()}
+        outputs |= {
+            name: (lambda x=x: x.look_up(detach=not update_tables).output())
+            for name, x in self._ids.items()
+        }
+        outputs |= {name: (lambda x=x: x) for name, x in self._results.items()}
+        with modules_return(self._model, outputs), self._alias_parameters():
             losses, outputs = self._model(self._batch)
-            loss = torch.sum(losses, dim=0)
-        rows = self._static.trained()  # the first pass can add some
-        inputs = [*rows.values(), *self._aliases.values()]
-        gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
-        self._row_gradients = dict(zip(rows, gradients, strict=False))
-        self._gradients = list(gradients[len(rows) :])
-        if self._group is not None:
-            self._average(self._gradients, self._group)
         # Detached, or they would keep autograd's nodes for parameters, on the stream of this pass.
         self._losses = losses.detach()
         self._outputs = replace_tensors(outputs, lambda _, x: x.detach() if is_tensor(x) else x)
+        leaves = [*self._static.trained().values(), *self._aliases.values()]
+        for leaf in leaves:
+            leaf.grad = None
+        torch.sum(losses, dim=0).backward()
+        gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        self._row_gradients = dict(zip(self._static.trained(), gradients, strict=False))
+        self._gradients = gradients[len(self._row_gradients) :]
+        if self._group is not None:
+            self._average(self._gradients, self._group)
 
-    def capture(self, stream: torch.cuda.Stream) -> None:
+    def capture(self, stream: torch.cuda.Stream, learning_rates: LearningRates) -> None:
         """Capture :meth:`run` in a CUDA graph. All ranks must do so together."""
         with autocast_cache_off():
             for _ in range(PASSES_BEFORE_CAPTURE):
-                self.run()
+                self.run(update_tables=False)
             self._losses = self._outputs = None
             self._row_gradients, self._gradients = {}, []
             gc.collect()
             torch.cuda.empty_cache()  # eager steps have left blocks that the graph cannot use
             stream.wait_stream(torch.cuda.current_stream())
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            graph = torch.cuda.CUDAGraph(keep_graph=bool(self._ids))
+            with (
+                learning_rates.marked(),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
                 self.run()
         torch.cuda.current_stream().wait_stream(stream)
-        self._graph = graph
+        if self._ids:
+            learning_rates.find_in(graph)
+            graph.instantiate()
+        self._graph, self._learning_rates = graph, learning_rates
 
     def train(self, inputs: StepInputs) -> tuple[Tensor, Any, Callable[[], None]]:
         """Run the step on ``inputs``, which fit.
 
-        Returns copies of losses and outputs, and a function that computes the gradients of the
-        lookups, which updates their tables, and sets those of dense parameters.
+        Returns copies of losses and outputs, and a function that computes the gradients of lookups
+        outside, which updates their tables, and sets those of dense parameters.
         """
         self._static.fill(inputs)
-        if self._graph is None:
+        if self._graph is None or self._learning_rates is None:
             self.run()
         else:
+            self._learning_rates.update(self._graph)
             self._graph.replay()
 
         def backward() -> None:
@@ -247,19 +236,17 @@ class PaddedStep:
                     x = inputs.tensors[name]
                     rows.append(x.tensor if isinstance(x, Segments) else x)
                     gradients.append(self._static.compact(name, gradient, x))
-            torch.autograd.backward(rows, gradients)
+            if rows:
+                torch.autograd.backward(rows, gradients)
             for parameter, gradient in zip(self._trained, self._gradients, strict=True):
                 parameter.grad = gradient
 
         return clone_tensors(self._losses), clone_tensors(self._outputs), backward
 
-    def capacities(self) -> dict[str, list[int]]:
-        """The numbers of rows that fit, by name of the tensor."""
-        return self._static.capacities()
-
     def epsilon(self) -> float:
         """The relative precision of the least precise dtype."""
-        dtypes = [x.dtype for x in (*self._trained, *self._static.trained().values())]
+        tensors = tensors_of(self._outputs), self._static.trained().values(), self._trained
+        dtypes = [x.dtype for x in itertools.chain(*tensors) if x.is_floating_point()]
         for device_type in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device_type):
                 dtypes.append(torch.get_autocast_dtype(device_type))
@@ -269,13 +256,6 @@ class PaddedStep:
         """Parameters that have none."""
         pairs = zip(self._trained, self._gradients, strict=True)
         return {parameter for parameter, gradient in pairs if gradient is None}
-
-    @contextlib.contextmanager
-    def _static_modules(self) -> Iterator[None]:
-        outputs = {name: lookup.output for name, lookup in self._lookups.items()}
-        results = {name: (lambda x=x: x) for name, x in self._results.items()}
-        with modules_return(self._model, outputs | results):
-            yield
 
     @contextlib.contextmanager
     def _alias_parameters(self) -> Iterator[None]:
