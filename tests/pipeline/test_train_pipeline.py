@@ -29,6 +29,7 @@ from tests.pipeline.training import (
     make_dlrm,
     make_optimizer,
     make_sharded,
+    poison,
     short_warm_up,
     tensors_in,
     train,
@@ -287,14 +288,6 @@ def test_another_number_of_jagged_candidates(device: torch.device):
     assert run.num_captures == 1
     assert count_reasons(run, OTHER_SIZE) == 1
     assert run.num_replayed_steps == len(batches) - SHORT_WARM_UP - 1
-
-
-def poison(_: int, pipeline: Any) -> None:
-    """Overwrite everything that the captured step reads of the last batch."""
-    captured = getattr(pipeline, "_captured_step", None)
-    if captured is not None:
-        for x in captured._static._tensors.values():
-            x.detach().fill_(torch.nan if x.is_floating_point() else 1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ CANDIDATE_COUNTS = [2, 0, 1, 1]
 SHORT_WARM_UP = 2
 
 
-def short_warm_up() -> Any:
+def short_warm_up(headroom: float = train_pipeline.HEADROOM) -> Any:
     """A context in which steps are captured after ``SHORT_WARM_UP`` eager ones."""
-    return mock.patch.object(train_pipeline, "WARM_UP_STEPS", SHORT_WARM_UP)
+    return mock.patch.multiple(train_pipeline, WARM_UP_STEPS=SHORT_WARM_UP, HEADROOM=headroom)
 
 
 def make_batch(
@@ -81,7 +81,7 @@ def make_batch(
             keys=list(ids),
             values=values,
             weights=values % 4 / 2 if is_weighted else None,
-            lengths=torch.tensor([len(row) for rows in ids.values() for row in rows]),
+            lengths=torch.tensor([len(row) for rows in ids.values() for row in rows]).long(),
         ),
         labels=torch.arange(num_rows) % 2,
     )
@@ -228,6 +228,14 @@ def finish(pipeline: Any, losses: list[Tensor]) -> Run:
         dict(getattr(pipeline, "eager_steps", {})),
         getattr(pipeline, "num_captures", 0),
     )
+
+
+def poison(_: int, pipeline: Any) -> None:
+    """Overwrite everything that the captured step reads of the last batch."""
+    captured = getattr(pipeline, "_captured_step", None)
+    if captured is not None:
+        for x in captured._static._tensors.values():
+            x.detach().fill_(torch.nan if x.is_floating_point() else 1 << 20)
 
 
 @contextlib.contextmanager

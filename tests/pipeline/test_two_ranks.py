@@ -1,0 +1,341 @@
+"""``TrainPipelineCudaGraph`` on two ranks: same training, and ranks that decide alike."""
+
+import functools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+
+from tests.pipeline.training import (
+    CANDIDATE_COUNTS,
+    OTHER_SIZE,
+    OVERFLOW,
+    PIPELINES,
+    SHORT_WARM_UP,
+    Run,
+    WithLayer,
+    count_reasons,
+    make_batch,
+    make_dlrm,
+    make_optimizer,
+    make_sharded,
+    poison,
+    short_warm_up,
+    tensors_in,
+    train,
+)
+from tests.torchrec.two_ranks import assert_same_run, make_model, run_ranks
+from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
+from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph
+
+ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
+COLUMN_WISE, DATA_PARALLEL = ShardingType.COLUMN_WISE, ShardingType.DATA_PARALLEL
+NUM_STEPS = 8
+
+
+class AnySharding(EmbeddingBagCollectionSharder):
+    """On a CPU, TorchRec's planner would not shard bags by row."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [x.value for x in (ROW_WISE, TABLE_WISE, COLUMN_WISE, DATA_PARALLEL)]
+
+
+MHA = {"side_by_side": False, "init": "mha"}
+WEIGHTED = {"is_weighted": True, "tags": PoolingType.SUM}
+SHARDED_BAGS = {"t_user": ROW_WISE, "t_tag": COLUMN_WISE}
+GPU_CASES = ["data-parallel histories"]  # FBGEMM has no lookup of their rows on a CPU
+Model = Callable[[], nn.Module]
+# The model, how its tables are sharded and learn, and options of batches and of the pipeline.
+CASES: dict[str, tuple[Model, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "bags by table": (make_dlrm, {"bags": TABLE_WISE}, {}, {}),
+    "bags by row": (make_dlrm, {"sharding": ROW_WISE, "bags": ROW_WISE}, {}, {}),
+    "bags by column": (
+        make_dlrm,
+        {"sharding": COLUMN_WISE, "bags": COLUMN_WISE, "optimizer": "Adagrad"},
+        {},
+        {},
+    ),
+    "data-parallel bags": (
+        make_dlrm,
+        {"others": {"t_tag": DATA_PARALLEL, "t_item": ROW_WISE}, "replicated": ["t_tag"]},
+        {},
+        {},
+    ),
+    "by table": (
+        functools.partial(make_model, **MHA, value_projection=True),
+        {"optimizer": "Adagrad"},
+        {},
+        {},
+    ),
+    "by row": (
+        functools.partial(make_model, **MHA),
+        {"sharding": ROW_WISE, "optimizer": "RowWiseAdagrad", "others": SHARDED_BAGS},
+        {},
+        {},
+    ),
+    "by row, default attention": (make_model, {"sharding": ROW_WISE}, {}, {}),
+    "data-parallel histories": (
+        functools.partial(make_model, **MHA),
+        {"others": {"t_cat": DATA_PARALLEL}, "replicated": ["t_cat"]},
+        {},
+        {},
+    ),
+    "single lookup by row": (
+        functools.partial(make_model, **MHA, single_lookup=True, single_id_features=["user"]),
+        {"sharding": ROW_WISE},
+        {},
+        {},
+    ),
+    "encoder": (
+        functools.partial(make_model, encoder=EncoderConfig(user_embedding=True)),
+        {"sharding": ROW_WISE},
+        {},
+        {},
+    ),
+    "jagged candidates": (
+        functools.partial(make_model, **MHA, candidates="jagged"),
+        {"sharding": ROW_WISE},
+        {"candidates": CANDIDATE_COUNTS},
+        {},
+    ),
+    "max_history, weights": (
+        functools.partial(make_model, **MHA, **WEIGHTED, max_history=4),
+        {"sharding": ROW_WISE, "optimizer": "RowWiseAdagrad"},
+        {"is_weighted": True},
+        {"pipeline_postproc": True},
+    ),
+}
+
+
+def make_pipeline(
+    device: torch.device,
+    model: nn.Module | None = None,
+    pipeline_type: type = TrainPipelineCudaGraph,
+    sharding: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    sharders = [HistoryEmbeddingCollectionSharder(), AnySharding()]
+    arguments = {"sharding": ROW_WISE, "sharders": sharders} | (sharding or {})
+    sharded = make_sharded(make_model(**MHA) if model is None else model, device, **arguments)
+    return pipeline_type(sharded, make_optimizer(sharded), device, **options)
+
+
+def train_case(device: torch.device, case: str) -> list[Run]:
+    """With both pipelines, and with static tensors that are NaN before each step."""
+    model, sharding, batch, options = CASES[case]
+    rank = dist.get_rank()
+    sharding = {"sharding": TABLE_WISE} | sharding
+    runs = []
+    for pipeline_type, changes in zip((*PIPELINES, PIPELINES[1]), ((), (), (poison,)), strict=True):
+        pipeline = make_pipeline(device, model(), pipeline_type, sharding, **options)
+        batches = (make_batch(step, rank, **batch) for step in range(NUM_STEPS))
+        runs.append(train(pipeline, batches, *changes))
+    return runs
+
+
+def train_batches(device: torch.device, per_rank: list[list[dict[str, Any]]]) -> list[Run]:
+    """With both pipelines, on batches with the options of each rank and step."""
+    rank = dist.get_rank()
+    return [
+        train(
+            make_pipeline(device, pipeline_type=pipeline_type),
+            [make_batch(step, rank, **options) for step, options in enumerate(per_rank[rank])],
+        )
+        for pipeline_type in PIPELINES
+    ]
+
+
+def with_misfits(num_steps: int, misfit: dict[str, Any], *steps: int) -> list[dict[str, Any]]:
+    return [misfit if step in steps else {} for step in range(num_steps)]
+
+
+# Options of the batches of the first and the second rank.
+MISFITS = {
+    "no misfit": [with_misfits(9, {}), with_misfits(9, {})],
+    "more rows": [with_misfits(9, {}), with_misfits(9, {"length": 60}, 5)],
+    "another batch size": [with_misfits(9, {"num_samples": 3}, 5), with_misfits(9, {})],
+    "no sample": [with_misfits(9, {}), with_misfits(9, {"num_samples": 0}, 5)],
+    "more rows from now on": [
+        with_misfits(15, {}),
+        with_misfits(15, {"length": 60}, *range(5, 15)),
+    ],
+}
+OTHER_RANK = "the batch of another rank does not fit"
+
+ORDERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "enqueue_batch_after_forward": {"enqueue_batch_after_forward": True},
+    "execute_all_batches=False": {"execute_all_batches": False},
+}
+NUMBERS_OF_BATCHES = [(7, 5), (4, 6)]
+"""Of both ranks in each epoch."""
+
+
+def train_epochs(device: torch.device, order: str) -> list[Tensor]:
+    """Losses of both pipelines; TorchRec's has equally many batches on all ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for pipeline_type in PIPELINES:
+        pipeline = make_pipeline(device, pipeline_type=pipeline_type, **ORDERS[order])
+        of_pipeline = []
+        for epoch, numbers in enumerate(NUMBERS_OF_BATCHES):
+            number = numbers[rank] if pipeline_type is TrainPipelineCudaGraph else min(numbers)
+            if size == 1:
+                number = numbers[0]
+            batches = (make_batch(10 * epoch + step, rank) for step in range(number))
+            of_pipeline.append(train(pipeline, batches).losses)
+        losses.append(torch.cat(of_pipeline))
+    return losses
+
+
+class Counting(nn.Module):
+    """Multiplies by a Python number; on the last rank, it changes in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, logits: Tensor, batch: Any) -> Tensor:
+        self.step += dist.get_rank() == dist.get_world_size() - 1
+        return logits * (1 + self.step)
+
+
+def error_of(train: Callable[[], Any]) -> str:
+    try:
+        train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def train_layer(device: torch.device, layer: nn.Module) -> str:
+    pipeline = make_pipeline(device, WithLayer(make_model(**MHA), layer))
+    batches = [make_batch(step, dist.get_rank()) for step in range(5)]
+    return error_of(lambda: train(pipeline, batches))
+
+
+def train_torchrec_sharder(device: torch.device) -> str:
+    sharders = [EmbeddingCollectionSharder(), AnySharding()]
+    pipeline = make_pipeline(device, sharding={"sharders": sharders})
+    return error_of(lambda: train(pipeline, [make_batch(0, dist.get_rank())]))
+
+
+def on_each_rank(device: torch.device) -> dict[str, Any]:
+    """Results by name, or why there are none."""
+    functions: dict[str, Callable[[], Any]] = {}
+    for case in CASES:
+        if case in GPU_CASES and device.type == "cpu":
+            continue
+        functions[case] = functools.partial(train_case, device, case)
+    for name, per_rank in MISFITS.items():
+        functions[name] = functools.partial(train_batches, device, per_rank)
+    for order in ORDERS:
+        functions[order] = functools.partial(train_epochs, device, order)
+    functions["counting"] = lambda: train_layer(device, Counting())
+    functions["EmbeddingCollectionSharder"] = lambda: train_torchrec_sharder(device)
+    results: dict[str, Any] = {}
+    # Ids decide how many rows a rank has, so that the first batch may not have the most.
+    with short_warm_up(headroom=3):
+        for name, function in functions.items():
+            try:
+                results[name] = function()
+            except Exception:  # the other rank may still wait for this one
+                return results | dict.fromkeys(functions.keys() - results, traceback.format_exc())
+    return results
+
+
+OnRanks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
+    return run_ranks(on_each_rank, tmp_path_factory.mktemp("ranks"), backend)
+
+
+def results_of(ranks: OnRanks, name: str) -> list[Any]:
+    results = [rank[name] for rank in ranks]
+    errors = [x for x in results if isinstance(x, str) and x.startswith("Traceback")]
+    if errors:
+        pytest.fail("\n".join(errors))
+    return results
+
+
+def assert_same_runs(run: Run, expected: Run) -> None:
+    assert_same_run(run.losses, expected.losses, num_steps=None)
+    tensors, others = (dict(tensors_in(x.state)) for x in (run, expected))
+    assert tensors.keys() == others.keys()
+    assert any("momentum" in name for name in tensors)
+    for name, x in others.items():
+        if x.is_floating_point():
+            assert_same_run(tensors[name], x, num_steps=len(run.losses), name=name)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=pytest.mark.gpu if x in GPU_CASES else ()) for x in CASES]
+)
+def test_trains_alike(ranks: OnRanks, backend: str, case: str):
+    if case in GPU_CASES and backend == "gloo":
+        pytest.skip("needs a lookup that FBGEMM has on GPUs alone")
+    for expected, *runs in results_of(ranks, case):
+        for run in runs:
+            assert run.eager_steps == {"warm-up": SHORT_WARM_UP}
+            assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
+            assert_same_runs(run, expected)
+
+
+# The number of steps that are eager on both ranks, and the reasons of the rank with these batches
+# and of the other one. Rows of one rank's batch are looked up by both.
+EAGER_STEPS = {
+    "no misfit": (0, "", ""),
+    "more rows": (1, OVERFLOW, f"{OVERFLOW}|{OTHER_RANK}"),
+    "another batch size": (1, OTHER_SIZE, f"{OTHER_SIZE}|{OTHER_RANK}"),
+    "no sample": (1, "no sample", "another rank cannot capture its batch"),
+    "more rows from now on": (6, OVERFLOW, f"{OVERFLOW}|{OTHER_RANK}"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_all_ranks_run_a_step_eagerly_if_one_must(ranks: OnRanks, name: str):
+    results = results_of(ranks, name)
+    number, *reasons = EAGER_STEPS[name]
+    is_alone = len(ranks) == 1 and not any(MISFITS[name][0])
+    for batches, (expected, run) in zip(MISFITS[name], results, strict=False):
+        assert_same_runs(run, expected)
+        has_misfit = any(batches)
+        eager_steps = 0 if is_alone else number
+        assert run.eager_steps.pop("warm-up") == SHORT_WARM_UP
+        assert sum(run.eager_steps.values()) == eager_steps
+        assert count_reasons(run, reasons[not has_misfit]) == eager_steps
+        assert run.num_replayed_steps == len(batches) - SHORT_WARM_UP - eager_steps
+        assert run.num_captures == 1 + (name == "more rows from now on" and not is_alone)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_train_as_many_batches_as_the_shortest(ranks: OnRanks, order: str):
+    for expected, losses in results_of(ranks, order):
+        assert len(losses) == len(expected) >= 5
+        assert_same_run(losses, expected, num_steps=None)
+
+
+def test_all_ranks_refuse_numbers_that_change_on_one(ranks: OnRanks):
+    errors = results_of(ranks, "counting")
+    for error in errors:
+        assert error.startswith("RuntimeError")
+        assert "TrainPipelineSparseDist" in error
+    assert all("another rank" in error for error in errors[:-1])
+
+
+def test_the_sharder_of_torchrec_is_refused(ranks: OnRanks):
+    for error in results_of(ranks, "EmbeddingCollectionSharder"):
+        if len(ranks) == 2:
+            assert "must be sharded by a HistoryEmbeddingCollectionSharder" in error
+        else:
+            assert error == "no error"
