@@ -26,7 +26,7 @@ from tests.torchrec.two_ranks import (
 )
 from torchrec_jagged_attn import EncoderConfig
 from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
-from torchrec_jagged_attn.collection.looked_up import LookedUp
+from torchrec_jagged_attn.collection.looked_up import LookedUp, block_sizes
 from torchrec_jagged_attn.collection.padding import Segments
 
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
@@ -76,15 +76,15 @@ class Static:
         self.tensors: dict[str, Tensor] = {}
         for name, x in tensors.items():
             if isinstance(x, Segments):
-                num_rows = sum(capacity + x.spare for capacity in self.capacities(x))
+                num_rows = sum(self.blocks(x))
                 tensor = x.tensor.detach().new_empty(num_rows, *x.tensor.shape[1:])
                 self.tensors[name] = tensor.requires_grad_(x.tensor.requires_grad)
             else:
                 self.tensors[name] = torch.empty_like(x)
 
     @staticmethod
-    def capacities(x: Segments) -> list[int]:
-        return [*map(capacity_of, x.names, x.counts)]
+    def blocks(x: Segments) -> list[int]:
+        return block_sizes(x.names, x.counts, capacity_of, x.spare)
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor | Segments]) -> None:
@@ -96,7 +96,7 @@ class Static:
                 static.copy_(x)
                 continue
             static.fill_(x.fill)
-            blocks = static.split([capacity + x.spare for capacity in self.capacities(x)])
+            blocks = static.split(self.blocks(x))
             segments = x.tensor.detach().split(x.counts)
             for block, segment in zip(blocks, segments, strict=True):
                 block[: len(segment)] = segment
@@ -105,7 +105,7 @@ class Static:
 
     def compact(self, grad: Tensor, x: Segments) -> Tensor:
         """The gradients of the rows of segments; those of others must be zero."""
-        blocks = grad.split([capacity + x.spare for capacity in self.capacities(x)])
+        blocks = grad.split(self.blocks(x))
         assert all((blocks[i][n:] == 0).all() for i, n in enumerate(x.counts))
         return torch.cat([blocks[i][:n] for i, n in enumerate(x.counts)])
 
@@ -184,9 +184,8 @@ def compare(device: torch.device, case: Case) -> Iterator[Compared]:
         if static is None or fixed is None:
             static = Static(tensors)
             fixed = looked_up.with_tensors(static.tensors, capacity_of)
-            constants = looked_up.constants()
-        assert looked_up.constants() == constants
-        assert fixed.constants() == constants
+            _, constants = lookup.sizes(context, ids)
+        assert lookup.sizes(context, ids)[1] == constants
         static.copy(tensors)
         features = padded(unpadded, case, collection.pooling.capacities())
         actual = run(features, fixed, [static.tensors[name] for name in trained])

@@ -61,11 +61,14 @@ def sent_capacity(feature: Feature, owner: int, source: int) -> str | None:
 
 
 def block_sizes(
-    names: Sequence[str | None], counts: Sequence[int], capacities: Capacities
+    names: Sequence[str | None],
+    counts: Sequence[int],
+    capacities: Capacities,
+    spare: int = SPARE,
 ) -> list[int]:
     """The sizes of blocks of segments, spare rows included."""
     segments = zip(names, counts, strict=True)
-    return [capacities(name, n) + (0 if name is None else SPARE) for name, n in segments]
+    return [capacities(name, n) + (0 if name is None else spare) for name, n in segments]
 
 
 class Padding(NamedTuple):

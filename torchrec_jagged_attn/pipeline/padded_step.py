@@ -15,7 +15,7 @@ from torch import Tensor, is_tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torchrec_jagged_attn.collection.looked_up import Capacities
+from torchrec_jagged_attn.collection.looked_up import Capacities, block_sizes
 from torchrec_jagged_attn.collection.padding import PaddedValuesError, Segments
 from torchrec_jagged_attn.pipeline.batches import (
     StepInputs,
@@ -47,10 +47,8 @@ class StaticTensors:
         if name not in self._tensors:
             x = self._inputs.tensors[name]
             if isinstance(x, Segments):
-                segments = zip(x.names, x.counts, strict=True)
-                self._blocks[name] = blocks = [
-                    self._capacities(at, n) + (0 if at is None else x.spare) for at, n in segments
-                ]
+                blocks = block_sizes(x.names, x.counts, self._capacities, x.spare)
+                self._blocks[name] = blocks
                 shape = sum(blocks), *x.tensor.shape[1:]
                 static = x.tensor.detach().new_full(shape, x.fill or 0)
                 if x.fill is None:  # all rows must be valid, and not all alike
