@@ -14,6 +14,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 
+from tests.pipeline import training
 from tests.pipeline.training import (
     CANDIDATE_COUNTS,
     OTHER_SIZE,
@@ -22,14 +23,12 @@ from tests.pipeline.training import (
     SHORT_WARM_UP,
     Run,
     WithLayer,
+    assert_same_runs,
     count_reasons,
     make_batch,
     make_dlrm,
-    make_optimizer,
-    make_sharded,
     poison,
     short_warm_up,
-    tensors_in,
     train,
 )
 from tests.torchrec.two_ranks import assert_same_run, make_model, run_ranks
@@ -122,10 +121,10 @@ def make_pipeline(
     sharding: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
+    model = make_model(**MHA) if model is None else model
     sharders = [HistoryEmbeddingCollectionSharder(), AnySharding()]
-    arguments = {"sharding": ROW_WISE, "sharders": sharders} | (sharding or {})
-    sharded = make_sharded(make_model(**MHA) if model is None else model, device, **arguments)
-    return pipeline_type(sharded, make_optimizer(sharded), device, **options)
+    sharding = {"sharding": ROW_WISE, "sharders": sharders} | (sharding or {})
+    return training.make_pipeline(device, model, pipeline_type, sharding=sharding, **options)
 
 
 def train_case(device: torch.device, case: str) -> list[Run]:
@@ -266,16 +265,6 @@ def results_of(ranks: OnRanks, name: str) -> list[Any]:
     if errors:
         pytest.fail("\n".join(errors))
     return results
-
-
-def assert_same_runs(run: Run, expected: Run) -> None:
-    assert_same_run(run.losses, expected.losses, num_steps=None)
-    tensors, others = (dict(tensors_in(x.state)) for x in (run, expected))
-    assert tensors.keys() == others.keys()
-    assert any("momentum" in name for name in tensors)
-    for name, x in others.items():
-        if x.is_floating_point():
-            assert_same_run(tensors[name], x, num_steps=len(run.losses), name=name)
 
 
 @pytest.mark.parametrize(
