@@ -199,6 +199,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             prepared = self._prepare(0)
         step, agreement = prepared
         _, can_capture, fits, is_capacity, is_repeated = agreement.wait()
+        can_capture &= self._model.training  # which may have changed since the last step
         if self._stream is not None:
             step.record_stream(torch.cuda.current_stream(), self._data_dist_stream)
         state = _state(self._dense, self._device.type)
