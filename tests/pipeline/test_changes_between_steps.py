@@ -1,0 +1,328 @@
+"""What changes between the steps of a ``TrainPipelineCudaGraph``: layers, optimizers, settings."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from tests.pipeline.training import (
+    PIPELINES,
+    SHORT_WARM_UP,
+    Run,
+    WithLayer,
+    assert_equal_on_cpu,
+    make_batch,
+    make_pipeline,
+    short_warm_up,
+    to_host,
+    train,
+)
+from tests.torchrec.two_ranks import make_model
+
+NUM_STEPS = 9
+CHANGED = 5
+"""The step before which something changes: captured ones are verified by then."""
+
+
+@pytest.fixture(autouse=True)
+def captured_early() -> Iterator[None]:
+    with short_warm_up():
+        yield
+
+
+class Normalization(nn.Module):
+    """Adds to the logits what batch normalization and a linear layer make of dense features."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(3), nn.Linear(3, 1)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, logits: Tensor, batch: Any) -> Tensor:
+        x = self.dropout(self.norm(batch.dense_features))
+        return logits + self.linear(x).squeeze(-1)
+
+
+def make_layered(dropout: float = 0.0) -> WithLayer:
+    return WithLayer(make_model(), Normalization(dropout))
+
+
+def dense_sgd(model: DistributedModelParallel) -> torch.optim.Optimizer:
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    return torch.optim.SGD(dense.values(), lr=0.1, momentum=0.9)
+
+
+def layer_of(pipeline: Any) -> Any:
+    return pipeline._model.module.layer
+
+
+def replace_parameters(pipeline: Any) -> None:
+    """As ``load_state_dict(assign=True)`` does, which the optimizer must be told."""
+    layer = layer_of(pipeline)
+    before = dict(layer.named_parameters())
+    layer.load_state_dict({k: v * 0.5 for k, v in layer.state_dict().items()}, assign=True)
+    new = {before[name]: x for name, x in layer.named_parameters()}
+    for old, x in new.items():
+        pipeline._optimizer.state[x] = pipeline._optimizer.state.pop(old)
+    for group in pipeline._optimizer.param_groups:
+        group["params"] = [new.get(x, x) for x in group["params"]]
+
+
+def load_weights(pipeline: Any) -> None:
+    layer = layer_of(pipeline)
+    layer.load_state_dict({name: x * 0.5 for name, x in layer.state_dict().items()})
+
+
+def load_optimizer(pipeline: Any) -> None:
+    state = pipeline._optimizer.state_dict()
+    for x in state["state"].values():
+        x["momentum_buffer"] = x["momentum_buffer"] * 0.5
+    pipeline._optimizer.load_state_dict(state)
+
+
+def swap_weights(pipeline: Any) -> None:
+    """As averages of weights are swapped in."""
+    for x in layer_of(pipeline).parameters():
+        x.data = x.data * 0.5
+
+
+def freeze(pipeline: Any) -> None:
+    layer_of(pipeline).linear.requires_grad_(False)
+
+
+def evaluate_layer(pipeline: Any) -> None:
+    layer_of(pipeline).eval()
+
+
+def replace_layer(pipeline: Any) -> None:
+    torch.manual_seed(1)
+    layer_of(pipeline).linear = nn.Linear(3, 1, device=pipeline._device)
+
+
+def lower_precision(_: Any) -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+# What changes, and how often the step is captured then.
+CHANGES: dict[str, tuple[Callable[[Any], None], int]] = {
+    "nothing": (lambda _: None, 1),
+    "load_state_dict": (load_weights, 1),
+    "optimizer.load_state_dict": (load_optimizer, 1),
+    "load_state_dict(assign=True)": (replace_parameters, 2),
+    "other storages of weights": (swap_weights, 2),
+    "requires_grad_": (freeze, 2),
+    "eval() of a layer": (evaluate_layer, 2),
+    "another layer": (replace_layer, 2),
+    "set_float32_matmul_precision": (lower_precision, 2),
+}
+
+
+@pytest.fixture
+def default_precision() -> Iterator[None]:
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def train_changed(device: torch.device, change: Callable[[int, Any], None], **options: Any) -> Run:
+    """With both pipelines."""
+    runs = []
+    for pipeline_type in PIPELINES:
+        pipeline = make_pipeline(device, make_layered(), pipeline_type, dense_sgd)
+        # DistributedDataParallel, which TorchRec gives a static graph, permits no other parameters.
+        pipeline._model._dmp_wrapped_module = pipeline._model.module
+        batches = (make_batch(step) for step in range(NUM_STEPS))
+        runs.append(train(pipeline, batches, change, **options))
+        torch.set_float32_matmul_precision("highest")
+    expected, run = runs
+    assert_equal_on_cpu(run, expected, device)
+    return run
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_captured_again_if_it_must_be(name: str, device: torch.device, default_precision: None):
+    change, num_captures = CHANGES[name]
+
+    def change_once(step: int, pipeline: Any) -> None:
+        if step == CHANGED:
+            change(pipeline)
+
+    run = train_changed(device, change_once)
+    assert run.num_captures == num_captures
+    assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
+
+
+def test_autocast_from_a_step_on(device: torch.device):
+    def context(step: int) -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=step >= CHANGED)
+
+    run = train_changed(device, lambda *_: None, context=context)
+    assert run.num_captures == 2
+
+
+def test_evaluation_between_steps(device: torch.device):
+    """It is eager, and nothing is captured again."""
+
+    def change(step: int, pipeline: Any) -> None:
+        pipeline._model.train(step not in (CHANGED, CHANGED + 1))
+
+    run = train_changed(device, change)
+    assert run.num_captures == 1
+    assert run.eager_steps == {"warm-up": SHORT_WARM_UP, "evaluation": 2}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_buffers_and_random_generators(dropout: float, device: torch.device):
+    """Captures and verifications leave them as they are. On a GPU, graphs draw other numbers."""
+    runs, drawn = [], []
+    for pipeline_type in PIPELINES:
+        pipeline = make_pipeline(device, make_layered(dropout), pipeline_type)
+        torch.manual_seed(0)
+        runs.append(train(pipeline, (make_batch(step) for step in range(NUM_STEPS))))
+        drawn.append(torch.rand(1, device=device))
+    expected, run = runs
+    assert run.state["model"]["layer.norm.num_batches_tracked"] == NUM_STEPS
+    if dropout == 0 or device.type == "cpu":
+        assert_equal_on_cpu(run, expected, device)
+        assert torch.equal(*drawn)
+    assert run.losses.isfinite().all()
+
+
+class Clipping(torch.optim.SGD):
+    """Clips gradients, and may keep those of the last step as zeros, as users do."""
+
+    set_to_none = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(self.set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [x for group in self.param_groups for x in group["params"]]
+        self.norms.append(nn.utils.clip_grad_norm_(parameters, 0.1).item())
+        super().step(closure)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_dense_parameters(set_to_none: bool, device: torch.device):
+    """They are those of the step, when an optimizer reads them and after ``progress``."""
+
+    def clipping(model: DistributedModelParallel) -> Clipping:
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        optimizer = Clipping(dense.values(), lr=0.1, momentum=0.9)
+        optimizer.set_to_none, optimizer.norms = set_to_none, []
+        return optimizer
+
+    lengths = [6, 4, 4, 4, 4, 40, 4, 4, 4]  # one of which does not fit
+    results = []
+    for pipeline_type in PIPELINES:
+        pipeline = make_pipeline(device, make_layered(), pipeline_type, clipping)
+        batches = iter([make_batch(step, length=x) for step, x in enumerate(lengths)])
+        gradients = []
+        for _ in lengths:
+            pipeline.progress(batches)
+            dense = in_backward_optimizer_filter(pipeline._model.named_parameters())
+            gradients.append({name: to_host(x.grad) for name, x in dense})
+        results.append((gradients, pipeline._optimizer.norms))
+    (expected, norms), (actual, actual_norms) = results
+    assert pipeline.num_replayed_steps == len(lengths) - SHORT_WARM_UP - 1
+    assert max(norms) > 0.1
+    assert actual_norms == pytest.approx(norms, rel=1e-5)
+    for step, (x, y) in enumerate(zip(actual, expected, strict=True)):
+        assert x.keys() == y.keys()
+        for name in y:
+            torch.testing.assert_close(x[name], y[name], msg=f"{name}, step {step}")
+
+
+def test_outputs_are_copies(device: torch.device):
+    pipeline = make_pipeline(device)
+    batches = (make_batch(step) for step in range(NUM_STEPS))
+    outputs = [pipeline.progress(batches) for _ in range(NUM_STEPS)]
+    assert pipeline.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
+    expected = make_pipeline(device, pipeline_type=PIPELINES[0])
+    batches = (make_batch(step) for step in range(NUM_STEPS))
+    for output in outputs:
+        copies = [to_host(x) for x in expected.progress(batches)]
+        for x, y in zip(output, copies, strict=True):
+            torch.testing.assert_close(to_host(x), y)
+
+
+def test_losses_that_are_not_finite(device: torch.device):
+    """A replay may have them, if an eager step has."""
+    batches = [make_batch(step) for step in range(5)]
+    batches[SHORT_WARM_UP + 1].dense_features[0] = torch.nan
+    run = train(make_pipeline(device), batches)
+    assert run.losses.isfinite().tolist() == [True, True, True, False, False]
+    assert run.num_replayed_steps == 3
+
+
+class Counting(nn.Module):
+    """Scales logits by a Python number that changes in each forward."""
+
+    step = 0
+
+    def forward(self, logits: Tensor, batch: Any) -> Tensor:
+        self.step += 1
+        return logits * self.step
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_python_numbers_that_change_in_a_forward(dropout: float, device: torch.device):
+    pipeline = make_pipeline(device, WithLayer(make_model(dropout=dropout), Counting()))
+    batches = (make_batch(step) for step in range(NUM_STEPS))
+    with pytest.raises(RuntimeError, match="must use TrainPipelineSparseDist"):
+        train(pipeline, batches)
+    assert pipeline.num_captures == 1
+
+
+class Scaling(nn.Module):
+    scale = 1.0
+
+    def forward(self, logits: Tensor, batch: Any) -> Tensor:
+        return logits * self.scale
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_python_numbers_that_change_between_steps(device: torch.device):
+    """A capture has the one that it has read."""
+
+    def change(step: int, pipeline: Any) -> None:
+        layer_of(pipeline).scale = 1.0 + step
+
+    pipeline = make_pipeline(device, WithLayer(make_model(), Scaling()))
+    batches = (make_batch(step) for step in range(NUM_STEPS))
+    with pytest.raises(RuntimeError, match="must use TrainPipelineSparseDist"):
+        train(pipeline, batches, change)
+
+
+class UsedAtFirst(nn.Module):
+    """A parameter that is used in eager steps alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.num_calls = 0
+
+    def forward(self, logits: Tensor, batch: Any) -> Tensor:
+        self.num_calls += 1
+        return logits + self.bias if self.num_calls <= SHORT_WARM_UP else logits
+
+
+def test_a_parameter_without_a_gradient_in_captured_steps(device: torch.device):
+    pipeline = make_pipeline(device, WithLayer(make_model(), UsedAtFirst()))
+    batches = (make_batch(step) for step in range(NUM_STEPS))
+    with pytest.raises(RuntimeError, match=r"got none for \['layer.bias'\]"):
+        train(pipeline, batches)
+
+
+def test_seeds_change_no_verification(device: torch.device):
+    """With dropout, losses of few samples differ much from seed to seed."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = make_layered(0.5)
+        pipeline = make_pipeline(device, model)
+        run = train(pipeline, (make_batch(step) for step in range(SHORT_WARM_UP + 2)))
+        assert run.num_replayed_steps == 2
