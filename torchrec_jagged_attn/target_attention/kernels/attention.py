@@ -49,7 +49,9 @@ from torchrec_jagged_attn.target_attention.kernels import (
     one_warp_forward,
     row_gradients,
     schedule,
+    warp_common,
     warpgroup_backward,
+    warpgroup_common,
     warpgroup_forward,
 )
 from torchrec_jagged_attn.target_attention.kernels.records import (
@@ -206,7 +208,8 @@ def backward(
         grad_query = grad_query.sum(0, keepdim=True).to(dtype=args.query.dtype)
     grad_position_bias = grad_age_bias = None
     if grad_tables is not None:
-        grad_table = sum_of_tables(grad_tables, plan.overlap)
+        order = _order_of_programs(launch)
+        grad_table = sum_of_tables(grad_tables, plan.overlap, *order)
         if position_bias is not None:
             grad_position_bias = grad_table[: call.num_positions].to(dtype=position_bias.dtype)
         if age_bias is not None:  # no memory of the other's
@@ -410,17 +413,33 @@ def _boxes_of(x: Tensor, plan: Plan) -> TensorDescriptor:
     return jagged_rows(x.unsqueeze(1), plan.tiles["BLOCK_N"], plan.tiles["BLOCK_D"])
 
 
-def sum_of_tables(tables: Tensor, overlap: bool) -> Tensor:
-    """``[buckets, H]``: sums of ``[tables, buckets, targets, H]``, in two parallel steps."""
+def _order_of_programs(launch: _Launch) -> tuple[int, int]:
+    """How many programs have the first samples, and how many of the next ones splits."""
+    first = {
+        "one_warp": warp_common.PROGRAMS.value,
+        "warpgroup": warpgroup_common.PROGRAMS.value,
+        "general": 0,
+    }
+    if launch.plan.variant not in first:  # splits are distributed among samples
+        return 0, 0
+    return min(launch.num_samples, first[launch.plan.variant]), launch.num_splits
+
+
+def sum_of_tables(tables: Tensor, overlap: bool, num_first: int = 0, num_splits: int = 0) -> Tensor:
+    """``[buckets, H]``: sums of ``[tables, buckets, targets, H]``, in two parallel steps.
+
+    ``num_splits`` tables behind the ``num_first`` first ones are those of splits.
+    """
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads
     constants = {"H": num_heads, "COLUMNS": SUMMED_COLUMNS, **overlap_options(overlap)}
-    num_partials = max(1, min(num_tables, 32))
+    num_partials = max(1, min(num_tables - num_splits, 32))
     partials = tables.new_empty(num_partials, buckets, num_heads)
     programs = -(-size // SUMMED_COLUMNS)
-    _sum_tables((programs, num_partials), (tables, partials, num_tables, targets, size), constants)
+    order = num_tables, targets, num_first, num_splits
+    _sum_tables((programs, num_partials), (tables, partials, *order, size), constants)
     out = tables.new_empty(buckets, num_heads)
-    _sum_tables((programs, 1), (partials, out, num_partials, 1, size), constants)
+    _sum_tables((programs, 1), (partials, out, num_partials, 1, 0, 0, size), constants)
     return out
 
 

@@ -121,31 +121,38 @@ def combine_gradients_kernel(
     store_queries(grads.query, acc * scale, first, r, count, d, C.D)
 
 
-@triton.jit(do_not_specialize=["num_tables", "num_targets"])
+@triton.jit(do_not_specialize=["num_tables", "num_targets", "num_first", "num_splits"])
 def sum_tables_kernel(
     tables_ptr,  # [tables, buckets, targets, H] fp32
     out_ptr,  # [partial sums, buckets, H] fp32
     num_tables,
     num_targets,
+    num_first,
+    num_splits,
     size,  # buckets · H
     H: tl.constexpr,
     COLUMNS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sum COLUMNS elements over targets and a range of tables, TABLES_AT_ONCE at a time."""
+    """Sum COLUMNS elements over targets and every ``num_programs(1)``-th block of tables.
+
+    The tables of ``num_splits`` splits follow those of the first ``num_first`` samples. They are
+    summed last, so that sums do not depend on how many splits a buffer of rows has room for.
+    """
     if OVERLAP:
         cuda.gdc_wait()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     partial = tl.program_id(1)
-    of_partial = tl.cdiv(num_tables, tl.num_programs(1))
-    begin = partial * of_partial
-    end = tl.minimum(begin + of_partial, num_tables)
+    num_samples = num_tables - num_splits
     total = tl.zeros([TABLES_AT_ONCE, COLUMNS], tl.float32)
     for target in range(num_targets):
         at = (column // H * num_targets + target) * H + column % H
-        for first in range(begin, end, TABLES_AT_ONCE):
-            table = (first + tl.arange(0, TABLES_AT_ONCE)).to(tl.int64)
-            mask = (table < end)[:, None] & (column < size)[None, :]
+        step = TABLES_AT_ONCE * tl.num_programs(1)
+        for first in range(partial * TABLES_AT_ONCE, num_tables, step):
+            i = first + tl.arange(0, TABLES_AT_ONCE)
+            table = tl.where(i < num_first, i, i + num_splits)
+            table = tl.where(i < num_samples, table, i - num_samples + num_first).to(tl.int64)
+            mask = (i < num_tables)[:, None] & (column < size)[None, :]
             ptrs = tables_ptr + table[:, None] * (size * num_targets) + at[None, :]
             total += tl.load(ptrs, mask=mask, other=0.0)
     tl.store(out_ptr + partial * size + column, tl.sum(total, 0), mask=column < size)
