@@ -90,8 +90,8 @@ class Received(NamedTuple):
     rows_of_owners: list[dict[str, int]]  # rows of this rank's samples, by owner and feature
     rows_of_homes: list[dict[str, int]]  # rows that this rank has, by home and feature
     samples_of_homes: list[int]
-    # Only if ids are padded, see ``padding.py``: of each of ``IdExchange.groups``, a map of the rows
-    # that come back; and the number of jagged queries on each source rank, if it is known.
+    # Only if ids are padded, see ``padding.py``: of each of ``IdExchange.groups``, a map of the
+    # rows that come back; and the number of jagged queries on each source rank, if it is known.
     paddings: list[Any] | None = None
     queries_per_rank: list[int] | None = None
 

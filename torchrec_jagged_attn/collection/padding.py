@@ -48,10 +48,7 @@ class _UnreadableJaggedTensor(JaggedTensor):
 
 
 class PaddedValuesError(RuntimeError):
-    """Values of a KeyedJaggedTensor that would be padded were read by a layer of another package."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
+    """A layer of another package has read values of a KeyedJaggedTensor that are padded."""
 
 
 class PaddedFeatures(KeyedJaggedTensor):
@@ -93,4 +90,3 @@ class PaddedFeatures(KeyedJaggedTensor):
         raise PaddedValuesError("the values")
 
     values = weights = weights_or_none = offsets = length_per_key = offset_per_key = _refuse
-    permute = split = to_dict = _refuse

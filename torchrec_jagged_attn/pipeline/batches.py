@@ -127,7 +127,7 @@ def replace_tensors(
     ``x`` may be a dict, list, tuple, TensorDict, dataclass, or another object with attributes, and
     each of these may hold others. ``constant`` is called with all other values.
     """
-    if isinstance(x, TensorDict) and any(value.is_nested for value in x.values()):
+    if isinstance(x, TensorDict) and any(getattr(y, "is_nested", False) for y in x.values()):
         x = maybe_td_to_kjt(x)  # pyright: ignore[reportArgumentType]
     if isinstance(x, (Tensor, KeyedJaggedTensor)):
         return replace(path, x)
@@ -150,7 +150,8 @@ def replace_tensors(
         values = new.values()
         return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
     result = copy.copy(x)
-    (result if isinstance(x, dict) else vars(result)).update(new)
+    attributes: Any = result if isinstance(x, dict) else vars(result)
+    attributes.update(new)
     return result
 
 

@@ -142,8 +142,9 @@ class _BagIds:
             if self._is_static:  # offsets are computed in each pass, and so in the captured one
                 ids._offsets = None
             rows.append(_detach(lookup(ids), detach))
-            if hasattr(lookup, "wait_for_forward"):  # of TorchRec's Triton kernels
-                lookup.wait_for_forward()
+            wait: Any = getattr(lookup, "wait_for_forward", None)  # of TorchRec's Triton kernels
+            if wait is not None:
+                wait()
         return _BagRows(self._module, self._context, rows)
 
 

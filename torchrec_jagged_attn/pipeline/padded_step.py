@@ -72,7 +72,7 @@ class StaticTensors:
         fills: dict[int, list[Tensor]] = {}
         for name, static in tensors.items():
             x = inputs.tensors[name]
-            parts = [(static, x)]
+            parts: Any = [(static, x)]
             if isinstance(x, Segments):
                 blocks = static.split(self._blocks[name])
                 segments = zip(blocks, x.tensor.split(x.counts), strict=True)
@@ -89,11 +89,11 @@ class StaticTensors:
                     sources.append(source.detach())
         for value, rest in fills.items():
             if rest:
-                torch._foreach_zero_(rest)
+                torch._foreach_zero_(rest)  # pyright: ignore[reportPrivateImportUsage]
                 if value:
-                    torch._foreach_add_(rest, value)
+                    torch._foreach_add_(rest, value)  # pyright: ignore[reportPrivateImportUsage]
         for into, sources in copies.values():
-            torch._foreach_copy_(into, sources)
+            torch._foreach_copy_(into, sources)  # pyright: ignore[reportPrivateImportUsage]
 
     def trained(self) -> dict[str, Tensor]:
         """Those that have a gradient."""

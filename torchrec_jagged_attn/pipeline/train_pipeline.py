@@ -116,7 +116,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         env: Any = model._env
         self._ranks = _Ranks(env.process_group, env.world_size)
         # Collectives of one group wait for each other: the input dist must not wait for a graph.
-        self._input_group: dist.ProcessGroup | None = None
+        self._input_group: Any = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -181,7 +181,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
                 lookups = collection.embedding_collections.values()
                 fixed |= dict(zip(lookups, collection.pooling.fixed_rows(), strict=True))
                 self._fixed_keys |= collection.pooling.fixed_keys()
-        self._sharded = [(x.forward.name, x, fixed.get(x, set())) for x in self._pipelined_modules]
+        pipelined: list[Any] = self._pipelined_modules
+        self._sharded = [(x.forward.name, x, fixed.get(x, set())) for x in pipelined]
         if self._input_group is not None:
             for module in self._pipelined_modules:
                 set_group(module, self._ranks.group, self._input_group)
@@ -234,7 +235,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         ids: dict[str, Ids] = {}
         received: list[Any] = []
         for name, module, fixed in self._sharded:
-            with self._stream_context(self._data_dist_stream):
+            with self._stream_context(self._data_dist_stream):  # pyright: ignore
                 received.append(context.input_dist_tensors_requests.pop(name).wait())
             of_module = context.module_contexts.pop(name)
             ids[name] = ids_of(module, of_module, received[-1], fixed)
@@ -524,7 +525,7 @@ class _Ranks:
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         self.group, self.size = group, size
-        self._cpu_group: dist.ProcessGroup | None = None
+        self._cpu_group: Any = None
         if size > 1:
             ranks = dist.get_process_group_ranks(group)
             self._cpu_group = dist.new_group(ranks, backend="gloo")
