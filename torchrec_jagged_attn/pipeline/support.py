@@ -40,8 +40,9 @@ def refusal(what: str, got: str, use: str = "TrainPipelineSparseDist") -> NotImp
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of ``TrainPipelineSparseDist`` that a captured step cannot respect."""
     for name in REFUSED_ARGUMENTS:
-        if arguments.get(name):
-            raise refusal(f"{name} must not be given", f"{arguments[name]!r}")
+        if value := arguments.get(name):
+            got = "True" if value is True else f"a {type(value).__name__}"
+            raise refusal(f"{name} must not be given", got)
 
 
 def check_model(model: nn.Module) -> None:
@@ -55,6 +56,7 @@ def check_model(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         if isinstance(module, (FullyShardedDataParallel, FSDPModule)):
+            name = name.removeprefix("_dmp_wrapped_module.").removeprefix("module.")
             raise refusal("dense layers must not be sharded", f"FSDP in {name!r}")
     wrapper = model._dmp_wrapped_module
     for module in (model, wrapper):
@@ -71,7 +73,7 @@ def check_model(model: nn.Module) -> None:
             )
         if wrapper.will_sync_module_buffers():
             raise refusal("DistributedDataParallel must not broadcast buffers", "buffers")
-    for x in dense_parameters(model):
+    for x in dense_parameters(model.module):
         if hasattr(x.parameter, "_in_backward_optimizers"):
             raise refusal(
                 "optimizers in backward must have parameters of tables alone", repr(x.full_name)

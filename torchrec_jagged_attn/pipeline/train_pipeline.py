@@ -275,8 +275,6 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         if not self._model.training:
             return "evaluation"
         if os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") == "1":
-            if not self.eager_steps["validation"]:
-                logger.warning("all steps are eager with TORCHREC_JAGGED_ATTN_VALIDATE=1")
             return "validation"
         if step.inputs.has_no_sample():
             return "no sample"
@@ -291,6 +289,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return self._num_repeated >= MOST_EAGER_STEPS
 
     def _run_eagerly(self, step: _Step, reason: str) -> tuple[Tensor, Any]:
+        if reason == "validation" and reason not in self.eager_steps:
+            logger.warning("all steps are eager with TORCHREC_JAGGED_ATTN_VALIDATE=1")
         self.eager_steps[reason] += 1
         self._note(step)
         self._last_sizes = step.inputs.constants
