@@ -85,8 +85,8 @@ class _Launch(NamedTuple):
     table: int
 
 
-class LearningRatesNotFoundError(RuntimeError):
-    """A captured graph has no launch with the learning rate of a table."""
+class LearningRateError(RuntimeError):
+    """Learning rates in a graph cannot be changed."""
 
 
 class LearningRates:
@@ -113,6 +113,8 @@ class LearningRates:
 
     def find_in(self, graph: torch.cuda.CUDAGraph) -> None:
         """Find the launches with learning rates in a captured graph."""
+        if not hasattr(self._driver, "cuFuncGetParamInfo"):
+            raise LearningRateError("the CUDA driver must support CUDA 12.4, got an older one")
         handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
         self._call("cuGraphGetNodes", handle, None, ctypes.byref(count))
         nodes = (ctypes.c_void_p * count.value)()
@@ -124,7 +126,7 @@ class LearningRates:
                 self._find_in_node(node)
         missing = set(range(len(self._tables))) - {x.table for x in self._launches}
         if missing:
-            raise LearningRatesNotFoundError(
+            raise LearningRateError(
                 f"a graph must have a launch with the learning rate of each of {len(self._tables)} "
                 f"groups of tables, got none for {sorted(missing)}"
             )
@@ -168,4 +170,4 @@ class LearningRates:
 
     def _call(self, function: str, *arguments: Any) -> None:
         if error := getattr(self._driver, function)(*arguments):
-            raise RuntimeError(f"{function} of the CUDA driver failed with error {error}")
+            raise LearningRateError(f"{function} of the CUDA driver failed with error {error}")

@@ -25,7 +25,7 @@ from torchrec_jagged_attn.pipeline.batches import (
     with_static_tensors,
 )
 from torchrec_jagged_attn.pipeline.dense import dense_parameters
-from torchrec_jagged_attn.pipeline.learning_rates import LearningRates
+from torchrec_jagged_attn.pipeline.learning_rates import LearningRateError, LearningRates
 from torchrec_jagged_attn.pipeline.lookups import Ids, Lookup
 
 # The first passes compile kernels and initialize libraries, which a capture does not permit.
@@ -301,7 +301,7 @@ def errors_name_modules(model: nn.Module) -> Iterator[None]:
     hook = register_module_forward_pre_hook(lambda module, _: entered.append(module))
     try:
         yield
-    except (NotImplementedError, torch.OutOfMemoryError):
+    except (NotImplementedError, LearningRateError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         names = {module: name for name, module in model.named_modules()}

@@ -23,8 +23,8 @@ from torchrec_jagged_attn.collection.embedding_bag_collection import (
 from torchrec_jagged_attn.pipeline.batches import StepInputs, difference, tensors_of
 from torchrec_jagged_attn.pipeline.dense import dense_buffers, dense_modules, dense_parameters
 from torchrec_jagged_attn.pipeline.learning_rates import (
+    LearningRateError,
     LearningRates,
-    LearningRatesNotFoundError,
     capturable_tables,
 )
 from torchrec_jagged_attn.pipeline.lookups import Ids, Lookup, ids_of
@@ -162,6 +162,17 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             "is captured: use TrainPipelineSparseDist"
         )
 
+    def detach(self) -> nn.Module:
+        model = super().detach()
+        self._set_input_group(self._input_group, self._ranks.group)
+        return model
+
+    def _set_input_group(self, old: Any, new: Any) -> None:
+        """Have input dists communicate in another group."""
+        if self._input_group is not None:
+            for module in self._pipelined_modules:
+                set_group(module, old, new)
+
     def _next_batch(self, dataloader_iter: Iterator[Any]) -> Any:
         batch = super()._next_batch(dataloader_iter)
         if self._execute_all_batches and len(self.batches) == 2 and self._model.training:
@@ -183,9 +194,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
                 self._fixed_keys |= collection.pooling.fixed_keys()
         pipelined: list[Any] = self._pipelined_modules
         self._sharded = [(x.forward.name, x, fixed.get(x, set())) for x in pipelined]
-        if self._input_group is not None:
-            for module in self._pipelined_modules:
-                set_group(module, self._ranks.group, self._input_group)
+        self._set_input_group(self._ranks.group, self._input_group)
         self._captured_step = None
 
     @property
@@ -324,18 +333,14 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._note(step)
         counts = self._ranks.largest(self._counts)
         capacities = {name: max(1, math.ceil(HEADROOM * n)) for name, n in counts.items()}
-        error = captured = None
-        try:
-            with errors_name_modules(self._unwrapped), self._nothing_changes():
-                try:
-                    captured = self._make_step(step, capacities, self._choose_inside())
-                except LearningRatesNotFoundError as not_found:
-                    logger.warning("lookups are outside the CUDA graph: %s", not_found)
-                    captured = self._make_step(step, capacities, {})
-            self._check_gradients(captured)
-        except Exception as caught:
-            error = caught
-        if not self._ranks.start(error is None).wait()[0] or captured is None:
+        captured, error = self._try_to_capture(step, capacities, self._choose_inside())
+        is_found = not isinstance(error, LearningRateError)
+        succeeded, is_found = self._ranks.start(error is None, is_found).wait()
+        if not is_found:
+            logger.warning("lookups are outside the CUDA graph: %s", error or "see another rank")
+            captured, error = self._try_to_capture(step, capacities, {})
+            (succeeded,) = self._ranks.start(error is None).wait()
+        if not succeeded or captured is None:
             raise error or RuntimeError("the capture failed on another rank, see its error")
         self._captured_step, self._captured_state, self._is_verified = captured, state, False
         step.read_keys(self._fixed_keys, captured.read)
@@ -345,6 +350,17 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._num_repeated = 0
         what = "Captured" if self._stream is not None else "Made"
         logger.info("%s a step; lookups: %s; capacities: %s", what, self.lookups, capacities)
+
+    def _try_to_capture(
+        self, step: _Step, capacities: dict[str, int], inside: dict[str, list[Any]]
+    ) -> tuple[PaddedStep | None, Exception | None]:
+        try:
+            with errors_name_modules(self._unwrapped), self._nothing_changes():
+                captured = self._make_step(step, capacities, inside)
+            self._check_gradients(captured)
+        except Exception as error:
+            return None, error
+        return captured, None
 
     def _choose_inside(self) -> dict[str, list[Any]]:
         """The tables of modules whose lookups can be inside the graph, by names of the modules."""
