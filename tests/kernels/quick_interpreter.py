@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -53,6 +54,17 @@ def install() -> None:
     InterpreterBuilder.binary_op = _binary_op
     InterpreterBuilder.create_expand_dims = _expand_dims
     InterpreterBuilder.create_load = _load
+    for name in ("grid_idx", "grid_dim"):
+        setattr(InterpreterBuilder, name, _of_thread(name, threading.local()))
+
+
+def _of_thread(name: str, values: threading.local) -> property:
+    """An attribute that has a value in each thread: it is of a program, which is of one."""
+
+    def get(_builder: Any) -> Any:
+        return getattr(values, name, None)
+
+    return property(get, lambda _builder, value: setattr(values, name, value))
 
 
 def _product_rounded_once(_builder: Any, a: Any, b: Any, acc: Any, *_options: Any) -> TensorHandle:
