@@ -83,7 +83,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     if dispatch.LOG:
         _log_choices("forward", plan)
     block = hopper_forward.BLOCK_M if plan.on_hopper else plan.forward["BLOCK_M"]
-    call.of_queries = outputs.out, outputs.stats.unsqueeze(-1)
+    call.cleared_queries = outputs.out, outputs.stats.unsqueeze(-1)
     samples = call.list_tiles(block, of_keys=False)
     if plan.short_on_hopper:
         hopper_short.forward(
@@ -137,10 +137,10 @@ def backward(
     if bias is not None and needs_bias:
         dtype = torch.float32 if plan.call.has_prior_weights else bias.dtype
         grads = grads._replace(bias=bias.new_empty(k.shape[0], q.shape[1], dtype=dtype))
-        call.of_keys = (grads.bias.unsqueeze(-1),)
-    call.of_queries, call.of_keys = (grads.q,), (grad_k, grad_v, *call.of_keys)
+        call.cleared_keys = (grads.bias.unsqueeze(-1),)
+    call.cleared_queries, call.cleared_keys = (grads.q,), (grad_k, grad_v, *call.cleared_keys)
     if not call.num_samples:
-        for grad in (*call.of_queries, *call.of_keys):
+        for grad in (*call.cleared_queries, *call.cleared_keys):
             grad.zero_()
     elif plan.on_hopper:
         _backward_on_hopper(call, outputs, grads)
@@ -251,8 +251,8 @@ class _Call:
         self.is_self = _is_same(q_offsets, kv_offsets)
         self.lists: dict[tuple[int, int], Samples] = {}
         # Tensors of rows that are set to zero behind the last offset, by the first list of tiles.
-        self.of_queries: tuple[Tensor, ...] = ()
-        self.of_keys: tuple[Tensor, ...] = ()
+        self.cleared_queries: tuple[Tensor, ...] = ()
+        self.cleared_keys: tuple[Tensor, ...] = ()
         by_distance, self.reach = None, 0
         if relative_bias is not None:
             by_distance = list_by_distance(relative_bias, max(q.shape[0], k.shape[0]))
@@ -312,9 +312,9 @@ class _Call:
             num_own, num_other = self.inputs[own].shape[0], self.inputs[other].shape[0]
             num_other = 0 if self.is_self else num_other
             capacity = most_tiles(num_own, num_other, self.num_samples, short, block)
-            cleared = [RowsBehind(x, not of_keys) for x in self.of_queries]
-            cleared += [RowsBehind(x, of_keys) for x in self.of_keys]
-            self.of_queries = self.of_keys = ()
+            cleared = [RowsBehind(x, not of_keys) for x in self.cleared_queries]
+            cleared += [RowsBehind(x, of_keys) for x in self.cleared_keys]
+            self.cleared_queries = self.cleared_keys = ()
             tiles = list_tiles(
                 self.samples[own], self.samples[other], capacity, short, block, together, cleared
             )

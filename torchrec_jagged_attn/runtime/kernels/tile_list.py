@@ -33,7 +33,7 @@ class RowsBehind(NamedTuple):
     """A tensor whose rows behind the last offset are set to zero."""
 
     x: Tensor  # [..., rows, H, D], contiguous but for the distance between rows
-    of_own: bool  # whether it has the rows of the side whose tiles are listed
+    is_own: bool  # whether it has the rows of the side whose tiles are listed
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def list_tiles(
     """
     tiles = own_offsets.new_empty(1 + capacity, FIELDS.value, dtype=torch.int64)
     num_samples = own_offsets.numel() - 1
-    num_rows = {rows.of_own: rows.x.shape[-3] for rows in cleared}
+    num_rows = {rows.is_own: rows.x.shape[-3] for rows in cleared}
     sizes = num_samples, num_rows.get(True, 0), num_rows.get(False, 0)
     _launch(
         (CLASSES * triton.cdiv(num_samples, CHUNK),),
@@ -210,11 +210,11 @@ def list_tiles(
     return tiles
 
 
-def _constants(x: Tensor, of_own: bool) -> tuple[bool, int, int, int, int]:
+def _constants(x: Tensor, is_own: bool) -> tuple[bool, int, int, int, int]:
     """What ``_list_tiles_kernel`` is compiled for, of a tensor that it clears."""
     width = x.shape[-2] * x.shape[-1]
     block_d = min(1024, triton.next_power_of_2(width))
-    return of_own, x.stride(-3), width, block_d, 1 if x.dim() == 3 else x.shape[0]
+    return is_own, x.stride(-3), width, block_d, 1 if x.dim() == 3 else x.shape[0]
 
 
 def most_tiles(num_own: int, num_other: int, num_samples: int, short: int, block: int) -> int:
