@@ -38,7 +38,13 @@ settings.load_profile("repeatable")
 
 
 # Files that take longest come first: none of them is left to one worker at the end.
-LONG_FIRST = ("tests/kernels/test_compiles", "tests/torchrec", "tests/benchmarks", "tests/examples")
+LONG_FIRST = (
+    "tests/kernels/test_compiles",
+    "tests/torchrec",
+    "tests/pipeline",
+    "tests/benchmarks",
+    "tests/examples",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
