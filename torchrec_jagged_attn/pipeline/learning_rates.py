@@ -113,6 +113,8 @@ class LearningRates:
 
     def find_in(self, graph: torch.cuda.CUDAGraph) -> None:
         """Find the launches with learning rates in a captured graph."""
+        if not self._tables:  # of this rank
+            return
         if not hasattr(self._driver, "cuFuncGetParamInfo"):
             raise LearningRateError("the CUDA driver must support CUDA 12.4, got an older one")
         handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
