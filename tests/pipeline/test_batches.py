@@ -17,6 +17,7 @@ from torchrec.streamable import Pipelineable
 from tests.pipeline.training import (
     PIPELINES,
     SHORT_WARM_UP,
+    ScaledBatch,
     WithLayer,
     assert_equal_on_cpu,
     make_batch,
@@ -162,14 +163,6 @@ def test_classes_of_batches(name: str, device: torch.device):
     expected, run = runs
     assert_equal_on_cpu(run, expected, device)
     assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
-
-
-@dataclasses.dataclass
-class ScaledBatch(Batch):
-    scale: float = 1.0
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "ScaledBatch":
-        return ScaledBatch(**vars(super().to(device, non_blocking)), scale=self.scale)
 
 
 class Scaling(nn.Module):

@@ -22,6 +22,7 @@ from tests.pipeline.training import (
     PIPELINES,
     SHORT_WARM_UP,
     Run,
+    ScaledBatch,
     WithLayer,
     assert_same_runs,
     count_reasons,
@@ -139,13 +140,17 @@ def train_case(device: torch.device, case: str) -> list[Run]:
     return runs
 
 
+def make_scaled(step: int, scale: float = 1.0, **options: Any) -> ScaledBatch:
+    return ScaledBatch(**vars(make_batch(step, dist.get_rank(), **options)), scale=scale)
+
+
 def train_batches(device: torch.device, per_rank: list[list[dict[str, Any]]]) -> list[Run]:
     """With both pipelines, on batches with the options of each rank and step."""
-    rank = dist.get_rank()
+    options = per_rank[dist.get_rank()]
     return [
         train(
             make_pipeline(device, pipeline_type=pipeline_type),
-            [make_batch(step, rank, **options) for step, options in enumerate(per_rank[rank])],
+            (make_scaled(step, **of_step) for step, of_step in enumerate(options)),
         )
         for pipeline_type in PIPELINES
     ]
@@ -160,6 +165,7 @@ MISFITS = {
     "no misfit": [with_misfits(9, {}), with_misfits(9, {})],
     "more rows": [with_misfits(9, {}), with_misfits(9, {"length": 60}, 5)],
     "another batch size": [with_misfits(9, {"num_samples": 3}, 5), with_misfits(9, {})],
+    "another Python value": [with_misfits(9, {}), with_misfits(9, {"scale": 2.0}, 5)],
     "no sample": [with_misfits(9, {}), with_misfits(9, {"num_samples": 0}, 5)],
     "more rows from now on": [
         with_misfits(15, {}),
@@ -284,6 +290,7 @@ EAGER_STEPS = {
     "no misfit": (0, "", ""),
     "more rows": (1, OVERFLOW, f"{OVERFLOW}|{OTHER_RANK}"),
     "another batch size": (1, OTHER_SIZE, f"{OTHER_SIZE}|{OTHER_RANK}"),
+    "another Python value": (1, "another value: batch.scale", OTHER_RANK),
     "no sample": (1, "no sample", "another rank cannot capture its batch"),
     "more rows from now on": (6, OVERFLOW, f"{OVERFLOW}|{OTHER_RANK}"),
 }

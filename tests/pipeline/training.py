@@ -1,6 +1,7 @@
 """Models, batches and training runs of the tests of ``TrainPipelineCudaGraph``."""
 
 import contextlib
+import dataclasses
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,6 +95,16 @@ def make_batch(
         ),
         labels=torch.arange(num_rows) % 2,
     )
+
+
+@dataclasses.dataclass
+class ScaledBatch(Batch):
+    """With a Python value, which a layer may read."""
+
+    scale: float = 1.0
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "ScaledBatch":
+        return ScaledBatch(**vars(super().to(device, non_blocking)), scale=self.scale)
 
 
 def use_softplus(model: nn.Module) -> None:
