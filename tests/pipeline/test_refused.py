@@ -13,13 +13,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.gradient_accumulation import (
     GradientAccumulationConfig,
     GradientAccumulationWrapper,
 )
+from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
@@ -36,7 +40,7 @@ from tests.pipeline.training import (
 from tests.torchrec.test_options import with_equal_samples_once
 from tests.torchrec.two_ranks import collection_of, make_model
 from torchrec_jagged_attn import TrainPipelineCudaGraph
-from torchrec_jagged_attn.pipeline.support import REFUSED_ARGUMENTS
+from torchrec_jagged_attn.pipeline.support import REFUSED_ARGUMENTS, check_modules
 
 USE_TORCHREC = "use TrainPipelineSparseDist"
 ARGUMENTS = inspect.signature(TrainPipelineSparseDist.__init__).parameters
@@ -162,11 +166,6 @@ def of_histories_cut_late(device: torch.device) -> Any:
     return make_pipeline(device, make_model(max_history=2))
 
 
-def of_deduplicated_ids(device: torch.device) -> Any:
-    sharders = [EmbeddingCollectionSharder(use_index_dedup=True), EmbeddingBagCollectionSharder()]
-    return make_pipeline(device, sharding={"sharders": sharders})
-
-
 def of_tracked_lookups(device: torch.device) -> Any:
     pipeline = make_pipeline(device)
     for lookup in collection_of(pipeline._model).embedding_collections.values():
@@ -184,22 +183,55 @@ STEPS: dict[str, tuple[Callable[[torch.device], Any], str]] = {
         of_histories_cut_late,
         "must be pipelined .*with max_history, give the pipeline pipeline_postproc=True",
     ),
-    "use_index_dedup": (of_deduplicated_ids, f"use_index_dedup must be False .*{USE_TORCHREC}"),
     "tracker": (of_tracked_lookups, f"lookups must not be tracked .*{USE_TORCHREC}"),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=pytest.mark.gpu if x == "use_index_dedup" else ()) for x in STEPS],
-)
+@pytest.mark.parametrize("name", STEPS)
 def test_first_steps(name: str, device: torch.device):
-    if name == "use_index_dedup" and device.type == "cpu":
-        pytest.skip("FBGEMM cannot deduplicate ids on a CPU")
     make, match = STEPS[name]
     pipeline = make(device)
     with pytest.raises(NotImplementedError, match=match):
         pipeline.progress(make_batch(step) for step in range(3))
+
+
+class OtherBags(ShardedEmbeddingBagCollection):
+    pass
+
+
+def as_other_bags(model: nn.Module) -> None:
+    collection_of(model).embedding_bag_collection.__class__ = OtherBags
+
+
+def as_other_module(model: nn.Module) -> None:
+    other = type("OtherModule", (ShardedModule,), {"__abstractmethods__": frozenset()})
+    collection_of(model).embedding_collections["8"].__class__ = other
+
+
+def with_unique_ids(model: nn.Module) -> None:
+    collection_of(model).embedding_collections["8"]._use_index_dedup = True
+
+
+# What is done to the sharded modules of a model, the number of ranks, and the error.
+SHARDED: dict[str, tuple[Callable[[nn.Module], None], int, str]] = {
+    "other bags": (as_other_bags, 1, "must be those of TorchRec .*got a OtherBags"),
+    "other module": (as_other_module, 1, "must be of an EmbeddingBagCollection .*a OtherModule"),
+    "use_index_dedup": (with_unique_ids, 1, "use_index_dedup must be False"),
+    "two ranks": (lambda _: None, 2, "sharded by a HistoryEmbeddingCollectionSharder on several"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_modules(name: str, device: torch.device):
+    change, world_size, match = SHARDED[name]
+    sharders = [EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder()]
+    model = make_sharded(make_model(), device, sharders=sharders).module
+    modules = [x for x in model.modules() if isinstance(x, ShardedModule)]
+    assert len(modules) == 2
+    check_modules(model, modules, 1)
+    change(model)
+    with pytest.raises(NotImplementedError, match=f"{match}.*TrainPipelineSparseDist"):
+        check_modules(model, modules, world_size)
 
 
 def test_batch_sizes_that_vary_by_feature(device: torch.device):
