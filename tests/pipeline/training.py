@@ -304,12 +304,14 @@ def assert_same_runs(actual: Run, expected: Run, dtype: torch.dtype = torch.floa
             assert_same_run(tensors[name], x, num_steps=num_steps, dtype=dtype, name=name)
 
 
-def assert_equal_on_cpu(actual: Run, expected: Run, device: torch.device) -> None:
+def assert_equal_on_cpu(
+    actual: Run, expected: Run, device: torch.device, dtype: torch.dtype = torch.float32
+) -> None:
     """Both are equal on a CPU, and the same by the tolerance rule on a GPU."""
     if device.type == "cpu":
         assert_equal_runs(actual, expected)
     else:
-        assert_same_runs(actual, expected)
+        assert_same_runs(actual, expected, dtype)
 
 
 def count_reasons(run: Run, pattern: str) -> int:
