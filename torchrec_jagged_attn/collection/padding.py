@@ -4,7 +4,6 @@
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
