@@ -102,15 +102,15 @@ class Nested:
 
 
 def as_tensor_dict(features: KeyedJaggedTensor) -> TensorDict:
-    of_keys = {
+    nested = {
         key: torch.nested.nested_tensor_from_jagged(x.values(), x.offsets())
         for key, x in features.to_dict().items()
     }
-    return TensorDict(of_keys, batch_size=[features.stride()])
+    return TensorDict(nested, batch_size=[features.stride()])
 
 
 class Reading(DLRMTrain):
-    """A DLRM on a batch of another class, of which ``parts`` returns the tensors."""
+    """A DLRM on a batch of another class, whose tensors ``parts`` returns."""
 
     def __init__(self, model: DLRMTrain, parts: Callable[[Any], Any]) -> None:
         super().__init__(model.model)
@@ -320,7 +320,7 @@ def test_a_batch_without_a_sample():
 
 
 def test_copies_with_other_tensors():
-    """The batch itself stays as it is, and so does what has no tensor."""
+    """The batch itself and values without tensors do not change."""
     batch = make_nested()
     features = batch["x"][1].features
     new = replace_tensors(batch, lambda path, _: path, path="batch")

@@ -1,4 +1,4 @@
-"""What changes between the steps of a ``TrainPipelineCudaGraph``: layers, optimizers, settings."""
+"""Changes between the steps of a ``TrainPipelineCudaGraph``: layers, optimizers, settings."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,7 +107,7 @@ def lower_precision(_: Any) -> None:
     torch.set_float32_matmul_precision("high")
 
 
-# What changes, and how often the step is captured then.
+# Changes before a step, and the number of captures with them.
 CHANGES: dict[str, tuple[Callable[[Any], None], int]] = {
     "nothing": (lambda _: None, 1),
     "load_state_dict": (load_weights, 1),
@@ -183,7 +183,7 @@ def test_evaluation_between_steps(device: torch.device):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_buffers_and_random_generators(dropout: float, device: torch.device):
-    """Captures and verifications leave them as they are. On a GPU, graphs draw other numbers."""
+    """Captures and verifications do not change them. On a GPU, graphs draw other numbers."""
     runs, drawn = [], []
     for pipeline_type in PIPELINES:
         pipeline = make_pipeline(device, make_layered(dropout), pipeline_type)
@@ -199,7 +199,7 @@ def test_buffers_and_random_generators(dropout: float, device: torch.device):
 
 
 class Clipping(torch.optim.SGD):
-    """Clips gradients, and may keep those of the last step as zeros, as users do."""
+    """Clips gradients, and may set gradients to zero instead of None."""
 
     set_to_none = True
 
@@ -214,7 +214,7 @@ class Clipping(torch.optim.SGD):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_of_dense_parameters(set_to_none: bool, device: torch.device):
-    """They are those of the step, when an optimizer reads them and after ``progress``."""
+    """An optimizer, and the caller of ``progress``, read the gradients of the same step."""
 
     def clipping(model: DistributedModelParallel) -> Clipping:
         dense = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -293,7 +293,7 @@ class Scaling(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_python_numbers_that_change_between_steps(device: torch.device):
-    """A capture has the one that it has read."""
+    """A replay uses the number of its capture."""
 
     def change(step: int, pipeline: Any) -> None:
         layer_of(pipeline).scale = 1.0 + step

@@ -89,7 +89,7 @@ def broadcast_buffers(model: DistributedModelParallel) -> None:
     ddp.broadcast_buffers = ddp.forward_sync_buffers = True
 
 
-# What is done to a sharded model, and the error.
+# Changes of a sharded model, and the error.
 MODELS: dict[str, tuple[Callable[[DistributedModelParallel], Any], str]] = {
     "FSDP": (sharded_dense_layer, "dense layers must not be sharded .*FSDP in 'model.over_arch'"),
     "communication hook": (
@@ -158,15 +158,15 @@ class LookingUp(nn.Module):
         return loss + self.users(batch.sparse_features)["user"].values().sum(), outputs
 
 
-def of_another_collection(device: torch.device) -> Any:
+def with_another_collection(device: torch.device) -> Any:
     return make_pipeline(device, LookingUp())
 
 
-def of_histories_cut_late(device: torch.device) -> Any:
+def with_max_history(device: torch.device) -> Any:
     return make_pipeline(device, make_model(max_history=2))
 
 
-def of_tracked_lookups(device: torch.device) -> Any:
+def with_tracked_lookups(device: torch.device) -> Any:
     pipeline = make_pipeline(device)
     for lookup in collection_of(pipeline._model).embedding_collections.values():
         lookup.register_post_lookup_tracker_fn(lambda *_: None)
@@ -176,14 +176,14 @@ def of_tracked_lookups(device: torch.device) -> Any:
 # Pipelines whose first step is refused.
 STEPS: dict[str, tuple[Callable[[torch.device], Any], str]] = {
     "another EmbeddingCollection": (
-        of_another_collection,
+        with_another_collection,
         f"must go to a TargetAttentionEmbeddingBagCollection .*'users'.*{USE_TORCHREC}",
     ),
     "max_history": (
-        of_histories_cut_late,
+        with_max_history,
         "must be pipelined .*with max_history, give the pipeline pipeline_postproc=True",
     ),
-    "tracker": (of_tracked_lookups, f"lookups must not be tracked .*{USE_TORCHREC}"),
+    "tracker": (with_tracked_lookups, f"lookups must not be tracked .*{USE_TORCHREC}"),
 }
 
 
@@ -212,7 +212,7 @@ def with_unique_ids(model: nn.Module) -> None:
     collection_of(model).embedding_collections["8"]._use_index_dedup = True
 
 
-# What is done to the sharded modules of a model, the number of ranks, and the error.
+# Changes of sharded modules, the number of ranks, and the error.
 SHARDED: dict[str, tuple[Callable[[nn.Module], None], int, str]] = {
     "other bags": (as_other_bags, 1, "must be those of TorchRec .*got a OtherBags"),
     "other module": (as_other_module, 1, "must be of an EmbeddingBagCollection .*a OtherModule"),

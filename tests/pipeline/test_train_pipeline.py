@@ -174,7 +174,7 @@ def test_options_train_alike(name: str, device: torch.device):
 
 @pytest.mark.parametrize("options", [{"dropout": 0.4}, {"row_dropout": 0.4}])
 def test_dropout(options: dict[str, float], device: torch.device):
-    """On a CPU, where its seeds are those of eager steps, losses are equal."""
+    """On a CPU, it has the seeds of eager steps, and losses are equal."""
     case = Case(options)
     expected, run = (train_case(case, pipeline_type, device) for pipeline_type in PIPELINES)
     assert run.losses.isfinite().all()

@@ -150,7 +150,7 @@ def train_batches(device: torch.device, per_rank: list[list[dict[str, Any]]]) ->
     return [
         train(
             make_pipeline(device, pipeline_type=pipeline_type),
-            (make_scaled(step, **of_step) for step, of_step in enumerate(options)),
+            (make_scaled(step, **x) for step, x in enumerate(options)),
         )
         for pipeline_type in PIPELINES
     ]
@@ -189,14 +189,14 @@ def train_epochs(device: torch.device, order: str) -> list[Tensor]:
     losses = []
     for pipeline_type in PIPELINES:
         pipeline = make_pipeline(device, pipeline_type=pipeline_type, **ORDERS[order])
-        of_pipeline = []
+        epochs = []
         for epoch, numbers in enumerate(NUMBERS_OF_BATCHES):
             number = numbers[rank] if pipeline_type is TrainPipelineCudaGraph else min(numbers)
             if size == 1:
                 number = numbers[0]
             batches = (make_batch(10 * epoch + step, rank) for step in range(number))
-            of_pipeline.append(train(pipeline, batches).losses)
-        losses.append(torch.cat(of_pipeline))
+            epochs.append(train(pipeline, batches).losses)
+        losses.append(torch.cat(epochs))
     return losses
 
 

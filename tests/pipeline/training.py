@@ -59,10 +59,10 @@ def make_batch(
 ) -> Batch:
     """Small ids are much more frequent.
 
-    ``candidates`` are the numbers of target ids, ``length`` is that of all histories and
-    ``bag_length`` that of all pooled features.
+    ``candidates`` are the numbers of target ids, ``length`` is the length of each history and
+    ``bag_length`` the number of ids of each pooled feature.
 
-    No batch with the same options has more rows than that of step 0.
+    The batch of step 0 has the most rows.
     """
     rng = random.Random(f"{step} {rank}")
 
@@ -197,7 +197,7 @@ def tensors_in(x: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 class Run(NamedTuple):
-    """What a pipeline trained."""
+    """The result of training with a pipeline."""
 
     losses: Tensor  # [steps]
     state: dict[str, Any]  # of the model and of its optimizers
