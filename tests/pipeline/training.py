@@ -266,11 +266,14 @@ def finish(pipeline: Any, losses: list[Tensor]) -> Run:
 
 
 def poison(_: int, pipeline: Any) -> None:
-    """Overwrite everything that the captured step reads of the last batch."""
+    """Overwrite everything that the captured step reads of the last batch.
+
+    Ids behind the rows of a batch are looked up, so that they must be valid.
+    """
     captured = getattr(pipeline, "_captured_step", None)
     if captured is not None:
         for x in captured._static._tensors.values():
-            x.detach().fill_(torch.nan if x.is_floating_point() else 1 << 20)
+            x.detach().fill_(torch.nan if x.is_floating_point() else NUM_IDS - 1)
 
 
 @contextlib.contextmanager
