@@ -66,9 +66,10 @@ def block_sizes(
     capacities: Capacities,
     spare: int = SPARE,
 ) -> list[int]:
-    """The sizes of blocks of segments, spare rows included."""
-    segments = zip(names, counts, strict=True)
-    return [capacities(name, n) + (0 if name is None else spare) for name, n in segments]
+    """The sizes of blocks of segments, spare rows included, which a capacity of zero has not."""
+    sizes = [*map(capacities, names, counts)]
+    has_spare = (name is not None and size > 0 for name, size in zip(names, sizes, strict=True))
+    return [size + spare * x for size, x in zip(sizes, has_spare, strict=True)]
 
 
 class Padding(NamedTuple):
@@ -85,8 +86,9 @@ class Padding(NamedTuple):
     def create(cls, recv_ends: Tensor, names: list[str | None], blocks: list[int]) -> Padding:
         ends = [*itertools.accumulate(blocks)]
         starts = torch.tensor([0, *ends[:-1]], device=recv_ends.device)
-        spare = next(end for name, end in zip(names, ends, strict=True) if name is not None) - 1
-        return cls(recv_ends, starts, spare)
+        named = zip(names, ends, blocks, strict=True)
+        spares = [end - 1 for name, end, size in named if name is not None and size > 0]
+        return cls(recv_ends, starts, spares[0] if spares else 0)
 
     def index(self, order: Tensor) -> Tensor:
         """Indices with padding of the indices ``order`` without it, where -1 is a spare row."""

@@ -45,6 +45,8 @@ class _UnreadableJaggedTensor(JaggedTensor):
     def weights(self) -> Tensor:
         raise PaddedValuesError(f"the weights of {self._key!r}")
 
+    weights_or_none = weights
+
 
 class PaddedValuesError(RuntimeError):
     """A layer of another package has read values of a KeyedJaggedTensor that are padded."""

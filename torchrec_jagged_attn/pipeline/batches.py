@@ -21,11 +21,13 @@ class StepInputs:
     """All that a step reads of one batch.
 
     Attributes:
+        device_type: of the model.
         tensors: by name; sizes that differ from batch to batch are those of :class:`Segments`.
         counts: the numbers of rows for which there are capacities, by the names of these.
         constants: the host's numbers and objects that must be those of the capture.
     """
 
+    device_type: str
     tensors: dict[str, Tensor | Segments] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +47,8 @@ class StepInputs:
                 self.tensors[path] = x
                 self.constants[f"the shape of {path}"] = x.shape
                 self.constants[f"the dtype of {path}"] = x.dtype
+                if x.device.type != self.device_type:  # a kernel gets its value when it is launched
+                    self.constants[f"the values of {path}"] = x.clone()
                 return
             if x.variable_stride_per_key():
                 raise NotImplementedError(
@@ -54,10 +58,12 @@ class StepInputs:
             self.tensors[f"{path}.lengths"] = x.lengths()
             self.constants[f"the keys of {path}"] = x.keys()
             self.constants[f"the number of samples of {path}"] = x.stride()
+            weights = x.weights_or_none()
+            dtypes = [y.dtype for y in (x.values(), x.lengths(), weights) if y is not None]
+            self.constants[f"the dtypes of {path}"] = dtypes
             names = {f"{path}[{key}]": key for key in x.keys()}  # noqa: SIM118
             if keys is not None and not any(name in keys for name in names):
                 return  # without asking for the numbers of rows, which may be on the device alone
-            weights = x.weights_or_none()
             begin = 0
             for (of_key, key), count in zip(names.items(), x.length_per_key(), strict=True):
                 if keys is None or of_key in keys:
@@ -136,7 +142,7 @@ def replace_tensors(
     elif isinstance(x, (list, tuple)):
         parts = {i: (f"{path}[{i}]", value) for i, value in enumerate(x)}
     else:
-        attributes = vars(x) if hasattr(x, "__dict__") and not isinstance(x, type) else {}
+        attributes = {} if isinstance(x, type) else _attributes(x)
         parts = {key: (f"{path}.{key}", value) for key, value in attributes.items()}
     if not parts:
         constant(path, x)
@@ -149,10 +155,20 @@ def replace_tensors(
     if isinstance(x, (list, tuple)):
         values = new.values()
         return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
-    result = copy.copy(x)
-    attributes: Any = result if isinstance(x, dict) else vars(result)
-    attributes.update(new)
+    result: Any = copy.copy(x)
+    for key, value in new.items():
+        if isinstance(x, dict):
+            result[key] = value
+        else:
+            object.__setattr__(result, str(key), value)  # also of a frozen dataclass
     return result
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    """The attributes of ``x``, also those in slots."""
+    slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
+    of_slots = {name: getattr(x, name) for name in slots if hasattr(x, name)}
+    return of_slots | getattr(x, "__dict__", {})
 
 
 def difference(x: Mapping[str, Any], y: Mapping[str, Any]) -> str | None:
@@ -164,6 +180,8 @@ def difference(x: Mapping[str, Any], y: Mapping[str, Any]) -> str | None:
 
 def is_same(x: Any, y: Any) -> bool:
     """Whether ``x == y``, also of values that cannot be compared: these differ."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return torch.equal(x, y)
     try:
         return x is y or (type(x) is type(y) and bool(x == y))
     except Exception:  # of arrays, for example

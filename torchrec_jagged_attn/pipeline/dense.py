@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torchrec.distributed.types import ShardedModule
 
 
@@ -42,7 +44,31 @@ def dense_parameters(model: nn.Module) -> list[DenseParameter]:
     ]
 
 
-def dense_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """The buffers of :func:`dense_modules`."""
-    for module in dense_modules(model):
-        yield from (x for x in module._buffers.values() if x is not None)
+@contextlib.contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Give the buffers of :func:`dense_modules` their values back at the end.
+
+    Raises:
+        NotImplementedError: a buffer was replaced by another tensor.
+    """
+    buffers = [
+        (module, name, buffer, buffer.clone(), f"{prefix}.{name}" if prefix else name)
+        for module, prefix in dense_modules(model).items()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    replaced: list[str] = []
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value, full_name in buffers:
+                if module._buffers.get(name) is not buffer:
+                    replaced.append(full_name)
+                    module._buffers[name] = buffer
+                buffer.copy_(value)
+    if replaced:
+        raise NotImplementedError(
+            "a forward must change buffers in place with TrainPipelineCudaGraph, got other tensors "
+            f"for {replaced}: use TrainPipelineSparseDist"
+        )

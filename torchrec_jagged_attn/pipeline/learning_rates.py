@@ -21,7 +21,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torch import nn
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 # With these, a row whose gradient is zero does not change, so padding may have any valid ids.
 OPTIMIZERS = (
@@ -35,8 +36,12 @@ MARK = 0x3DCCD100  # the bits of a number near 0.1
 def capturable_tables(module: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen] | None:
     """The tables of a sharded module if its lookups can be in a CUDA graph, else None."""
     tables: list[SplitTableBatchedEmbeddingBagsCodegen] = []
-    for lookup in module._lookups:  # pyright: ignore[reportGeneralTypeIssues]
-        for kernel in getattr(lookup, "_emb_modules", [None]):
+    lookups: Any = module._lookups
+    for lookup in lookups:
+        kernels = getattr(lookup, "_emb_modules", [None])
+        if len(kernels) > 1 and isinstance(module, ShardedEmbeddingBagCollection):
+            return None  # TorchRec divides ids among them by numbers that it reads back
+        for kernel in kernels:
             table = getattr(kernel, "emb_module", None)
             if not isinstance(table, SplitTableBatchedEmbeddingBagsCodegen):
                 return None
@@ -58,6 +63,15 @@ def _is_capturable(table: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
             for x in table.embedding_specs
         )
     )
+
+
+def state_of_tables(table: SplitTableBatchedEmbeddingBagsCodegen) -> list[Any]:
+    """Addresses and numbers that a capture freezes."""
+    names = (f"{name}_{place}" for name in ("weights", "momentum1") for place in ("dev", "host"))
+    tensors = (getattr(table, name, None) for name in names)
+    addresses = [x.data_ptr() for x in tensors if isinstance(x, Tensor)]
+    options = table.optimizer_args
+    return [*addresses, options.eps, options.gradient_clipping, options.max_gradient]
 
 
 class _KernelNodeParams(ctypes.Structure):
@@ -96,7 +110,12 @@ class LearningRates:
         self._tables = tables
         self._captured: list[float | None] = [None] * len(tables)
         self._launches: list[_Launch] = []
-        self._driver: Any = ctypes.CDLL("libcuda.so.1") if tables else None
+        self._driver: Any = None
+        if tables:
+            try:
+                self._driver = ctypes.CDLL("libcuda.so.1")
+            except OSError as error:
+                raise LearningRateError(f"the CUDA driver must be there, got {error}") from error
 
     @contextlib.contextmanager
     def marked(self) -> Iterator[None]:

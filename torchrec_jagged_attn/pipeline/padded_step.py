@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import random
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, is_tensor, nn
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.collection.looked_up import Capacities, block_sizes
 from torchrec_jagged_attn.collection.padding import PaddedValuesError, Segments
@@ -51,9 +53,12 @@ class StaticTensors:
                 self._blocks[name] = blocks
                 shape = sum(blocks), *x.tensor.shape[1:]
                 static = x.tensor.detach().new_full(shape, x.fill or 0)
-                if x.fill is None:  # all rows must be valid, and not all alike
-                    repeated = x.tensor.repeat(-(-shape[0] // max(1, x.tensor.shape[0])))
-                    static[: repeated.shape[0]].copy_(repeated[: shape[0]])
+                if x.fill is None:  # all ids must be valid, and not all alike
+                    segments = zip(static.split(blocks), x.tensor.split(x.counts), strict=True)
+                    for block, segment in segments:
+                        if segment.shape[0] > 0:
+                            repeats = -(-block.shape[0] // segment.shape[0])
+                            block.copy_(segment.repeat(repeats)[: block.shape[0]])
                 is_trained = x.tensor.requires_grad
             else:
                 static = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -61,6 +66,10 @@ class StaticTensors:
             self._tensors[name] = static.requires_grad_(is_trained)
             self._fill({name: static}, self._inputs)
         return self._tensors[name]
+
+    def close(self) -> None:
+        """Release the first batch."""
+        self._inputs = StepInputs(self._inputs.device_type)
 
     def fill(self, inputs: StepInputs) -> None:
         """Copy ``inputs`` into the static tensors."""
@@ -123,6 +132,7 @@ class PaddedStep:
         ids: the ids of sharded modules whose lookups are inside.
         inputs: all tensors of these.
         capacities: by name.
+        optimized: the parameters that the optimizer has.
     """
 
     def __init__(
@@ -135,8 +145,9 @@ class PaddedStep:
         ids: Mapping[str, Ids],
         inputs: StepInputs,
         capacities: Mapping[str, int],
+        optimized: set[Tensor],
     ) -> None:
-        self.capacities = capacities
+        self.capacities, self._optimized = capacities, optimized
         self.read: set[str] = set()  # keys of KeyedJaggedTensors that the model reads
         self._model, self._group = model, group
 
@@ -165,6 +176,7 @@ class PaddedStep:
         self._aliases = {x: nn.Parameter(x.detach()) for x in self._trained}
         self._graph: torch.cuda.CUDAGraph | None = None
         self._learning_rates: LearningRates | None = None
+        self._versions: list[int | None] = []
         self.run(update_tables=False)
 
     def run(self, update_tables: bool = True) -> None:
@@ -175,18 +187,20 @@ class PaddedStep:
             for name, x in self._ids.items()
         }
         outputs |= {name: (lambda x=x: x) for name, x in self._results.items()}
+        # Also in backward, where activation checkpoints run layers again.
         with modules_return(self._model, outputs), self._alias_parameters():
             losses, outputs = self._model(self._batch)
-        # Detached, or they would keep autograd's nodes for parameters, on the stream of this pass.
-        self._losses = losses.detach()
-        self._outputs = replace_tensors(outputs, lambda _, x: x.detach() if is_tensor(x) else x)
-        leaves = [*self._static.trained().values(), *self._aliases.values()]
-        for leaf in leaves:
-            leaf.grad = None
-        torch.sum(losses, dim=0).backward()
-        gradients = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
+            # Detached, or they would keep autograd's nodes, which belong to a stream.
+            self._losses = losses.detach()
+            self._outputs = replace_tensors(outputs, _detach_output)
+            leaves = [*self._static.trained().values(), *self._aliases.values()]
+            for leaf in leaves:
+                leaf.grad = None
+            with self._gradients_of_aliases_alone():
+                torch.sum(losses, dim=0).backward()
+            gradients = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
         self._row_gradients = dict(zip(self._static.trained(), gradients, strict=False))
         self._gradients = gradients[len(self._row_gradients) :]
         if self._group is not None:
@@ -203,16 +217,27 @@ class PaddedStep:
             torch.cuda.empty_cache()  # eager steps have left blocks that the graph cannot use
             stream.wait_stream(torch.cuda.current_stream())
             graph = torch.cuda.CUDAGraph(keep_graph=bool(self._ids))
+            random_state = torch.get_rng_state(), random.getstate()
             with (
                 learning_rates.marked(),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
                 self.run()
+            now = torch.get_rng_state(), random.getstate()
+            if not torch.equal(now[0], random_state[0]) or now[1] != random_state[1]:
+                raise NotImplementedError(
+                    "a forward must draw random numbers on the GPU with TrainPipelineCudaGraph, "
+                    "got some of a generator on the CPU: use TrainPipelineSparseDist"
+                )
         torch.cuda.current_stream().wait_stream(stream)
         if self._ids:
             learning_rates.find_in(graph)
             graph.instantiate()
         self._graph, self._learning_rates = graph, learning_rates
+
+    def close(self) -> None:
+        """Release the batch of the capture."""
+        self._static.close()
 
     def train(self, inputs: StepInputs) -> tuple[Tensor, Any, Callable[[], None]]:
         """Run the step on ``inputs``, which fit.
@@ -222,7 +247,8 @@ class PaddedStep:
         """
         self._static.fill(inputs)
         if self._graph is None or self._learning_rates is None:
-            self.run()
+            with autocast_cache_off():
+                self.run()
         else:
             self._learning_rates.update(self._graph)
             self._graph.replay()
@@ -237,7 +263,10 @@ class PaddedStep:
             if rows:
                 torch.autograd.backward(rows, gradients)
             for parameter, gradient in zip(self._trained, self._gradients, strict=True):
+                if gradient is not None and parameter.grad is gradient:
+                    self._check_version(parameter, gradient)
                 parameter.grad = gradient
+            self._versions = [None if x is None else x._version for x in self._gradients]
 
         return clone_tensors(self._losses), clone_tensors(self._outputs), backward
 
@@ -254,6 +283,35 @@ class PaddedStep:
         """Parameters that have none."""
         pairs = zip(self._trained, self._gradients, strict=True)
         return {parameter for parameter, gradient in pairs if gradient is None}
+
+    def _check_version(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """A gradient of the last step that nobody has cleared is one to be accumulated."""
+        i = next(i for i, x in enumerate(self._gradients) if x is gradient)
+        if self._versions[i] == gradient._version and parameter in self._optimized:
+            raise NotImplementedError(
+                "the optimizer must clear gradients before each step with TrainPipelineCudaGraph, "
+                "got gradients of the last step: use TrainPipelineSparseDist"
+            )
+
+    @contextlib.contextmanager
+    def _gradients_of_aliases_alone(self) -> Iterator[None]:
+        """Refuse gradients of the parameters for which there are aliases."""
+        saved = [parameter.grad for parameter in self._trained]
+        try:
+            for parameter in self._trained:
+                parameter.grad = None
+            yield
+            found = {parameter for parameter in self._trained if parameter.grad is not None}
+        finally:
+            for parameter, gradient in zip(self._trained, saved, strict=True):
+                parameter.grad = gradient
+        if found:
+            names = [x.full_name for x in self._parameters if x.parameter in found]
+            raise NotImplementedError(
+                "parameters must be read as attributes of their modules with "
+                f"TrainPipelineCudaGraph, got {names}, which are also read from a list or so: use "
+                "TrainPipelineSparseDist"
+            )
 
     @contextlib.contextmanager
     def _alias_parameters(self) -> Iterator[None]:
@@ -279,6 +337,15 @@ class PaddedStep:
             views = _unflatten_dense_tensors(flat, of_dtype)
             for i, gradient in zip(indices, views, strict=True):
                 gradients[i] = gradient
+
+
+def _detach_output(_: str, x: Tensor | KeyedJaggedTensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise NotImplementedError(
+            "outputs of the model must have no KeyedJaggedTensor with TrainPipelineCudaGraph, got "
+            "one: use TrainPipelineSparseDist"
+        )
+    return x.detach()
 
 
 @contextlib.contextmanager

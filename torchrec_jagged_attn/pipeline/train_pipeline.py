@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -21,11 +21,16 @@ from torchrec_jagged_attn.collection.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
 )
 from torchrec_jagged_attn.pipeline.batches import StepInputs, difference, tensors_of
-from torchrec_jagged_attn.pipeline.dense import dense_buffers, dense_modules, dense_parameters
+from torchrec_jagged_attn.pipeline.dense import (
+    dense_modules,
+    dense_parameters,
+    restored_buffers,
+)
 from torchrec_jagged_attn.pipeline.learning_rates import (
     LearningRateError,
     LearningRates,
     capturable_tables,
+    state_of_tables,
 )
 from torchrec_jagged_attn.pipeline.lookups import Ids, Lookup, ids_of
 from torchrec_jagged_attn.pipeline.padded_step import (
@@ -121,7 +126,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             if env.world_size > 1:
-                self._input_group = dist.new_group(dist.get_process_group_ranks(env.process_group))
+                self._input_group = _new_group(env.process_group)
         self._dense: list[nn.Module] = []  # modules outside sharded ones
         # Each pipelined module with its name, and its features with a fixed number of rows.
         self._sharded: list[tuple[str, Any, set[str]]] = []
@@ -130,6 +135,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._captured_step: PaddedStep | None = None
         self._captured_state: list[Any] | None = None
         self._captured_sizes: dict[str, Any] = {}
+        self._captured_num_ids: dict[str, tuple[int, ...]] = {}
+        self._is_unchanged = _Agreement((False,), None)
         self._is_verified = False
         self._counts: dict[str, int] = {}  # the largest numbers of rows, by name of the capacity
         self._num_ids: dict[str, tuple[int, ...]] = {}  # those of lookups without a capacity
@@ -145,6 +152,10 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         """Train on a batch, see ``TrainPipelineSparseDist.progress``."""
         check_step(self._model, self._optimizer is self._given_optimizer)
         self._backward_of_replay = None
+        is_captured = self._captured_step is not None
+        self._is_unchanged = self._ranks.start(
+            is_captured and self._state_of_model() == self._captured_state
+        )
         if self._next_step is not None and not self._next_step[1].wait()[0]:
             if len(self.batches) == 2:  # another rank has no further batch
                 self.batches.pop()
@@ -165,6 +176,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
     def detach(self) -> nn.Module:
         model = super().detach()
         self._set_input_group(self._input_group, self._ranks.group)
+        self._captured_step = None
         return model
 
     def _set_input_group(self, old: Any, new: Any) -> None:
@@ -185,6 +197,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         super()._pipeline_model(*args, **kwargs)
         model = self._unwrapped
         self._dense = [*dense_modules(model)]
+        check_model(self._model)
         check_modules(model, self._pipelined_modules, self._ranks.size)
         fixed: dict[nn.Module, set[str]] = {}
         for collection in model.modules():
@@ -212,8 +225,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         can_capture &= self._model.training  # which may have changed since the last step
         if self._stream is not None:
             step.record_stream(torch.cuda.current_stream(), self._data_dist_stream)
-        state = _state(self._dense, self._device.type)
-        is_unchanged = self._captured_step is not None and state == self._captured_state
+        (is_unchanged,) = self._is_unchanged.wait()
         if can_capture and is_unchanged and fits:
             return self._replay(step) if self._is_verified else self._verify(step)
         if not can_capture:
@@ -222,9 +234,10 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             self._num_warm_up_steps += 1
             reason = "warm-up"
         elif not is_unchanged or self._is_frequent(is_capacity, is_repeated):
-            self._capture(step, state)
+            self._capture(step)
             return self._replay(step)
         else:
+            self._last_steps.append(is_capacity)
             reason = self._misfit(step)[0] or "the batch of another rank does not fit"
         return self._run_eagerly(step, reason)
 
@@ -243,15 +256,16 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         context: Any = self.contexts[at]
         ids: dict[str, Ids] = {}
         received: list[Any] = []
-        for name, module, fixed in self._sharded:
-            with self._stream_context(self._data_dist_stream):  # pyright: ignore
-                received.append(context.input_dist_tensors_requests.pop(name).wait())
-            of_module = context.module_contexts.pop(name)
-            ids[name] = ids_of(module, of_module, received[-1], fixed)
-            received.append(of_module)
         results = {x.fqn: context.postproc_fwd_results[x.fqn] for x in self._pipelined_postprocs}
-        read = None if self._captured_step is None else self._captured_step.read
-        step = _Step(self.batches[at], results, ids, received, self._fixed_keys, read)
+        with self._stream_context(self._data_dist_stream):  # pyright: ignore
+            for name, module, fixed in self._sharded:
+                received.append(context.input_dist_tensors_requests.pop(name).wait())
+                module_context = context.module_contexts.pop(name)
+                ids[name] = ids_of(module, module_context, received[-1], fixed)
+                received.append(module_context)
+            inputs = StepInputs(self._device.type)
+            step = _Step(self.batches[at], results, ids, received, inputs)
+            step.read_keys(self._fixed_keys, self._captured_step and self._captured_step.read)
         reason, is_capacity = self._misfit(step)
         agreement = self._ranks.start(
             len(self.batches) == at + 2,
@@ -266,9 +280,12 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         """Why a batch does not fit the captured step, and whether a larger capacity would do."""
         if self._captured_step is None:
             return None, True
-        differs = difference(step.constants(self._inside()), self._captured_sizes)
+        differs = difference(step.inputs.constants, self._captured_sizes)
         if differs is not None:
             return f"another value: {differs}", False
+        for name, number in self._captured_num_ids.items():
+            if step.ids[name].num_ids() != number:
+                return f"another number of ids of {name}", True
         capacities = self._captured_step.capacities
         for name, count in step.inputs.counts.items():
             if count > capacities[name]:
@@ -303,8 +320,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self.eager_steps[reason] += 1
         self._note(step)
         self._last_sizes = step.inputs.constants
-        if self._captured_step is not None:
-            self._last_steps.append(True)
+        if self._captured_step is not None and self.eager_steps[reason] == MOST_EAGER_STEPS + 1:
+            logger.warning("%d steps were eager: %s", MOST_EAGER_STEPS + 1, reason)
         with modules_return(self._unwrapped, step.look_up().outputs()):
             return self._model(step.batch)
 
@@ -325,14 +342,16 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         losses, outputs, self._backward_of_replay = self._captured_step.train(step.inputs)
         return losses, outputs
 
-    def _capture(self, step: _Step, state: list[Any]) -> None:
+    def _capture(self, step: _Step) -> None:
         self._captured_step = None
         if self._stream is not None:
             torch.cuda.empty_cache()  # the graph has memory of its own
         step.read_keys(self._fixed_keys, None)  # a model may read any
         self._note(step)
-        counts = self._ranks.largest(self._counts)
-        capacities = {name: max(1, math.ceil(HEADROOM * n)) for name, n in counts.items()}
+        check_model(self._model)
+        counts, varying = self._ranks.largest(self._counts, self._with_varying_ids)
+        self._with_varying_ids = varying
+        capacities = {name: math.ceil(HEADROOM * n) for name, n in counts.items()}
         captured, error = self._try_to_capture(step, capacities, self._choose_inside())
         is_found = not isinstance(error, LearningRateError)
         succeeded, is_found = self._ranks.start(error is None, is_found).wait()
@@ -342,9 +361,12 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             (succeeded,) = self._ranks.start(error is None).wait()
         if not succeeded or captured is None:
             raise error or RuntimeError("the capture failed on another rank, see its error")
-        self._captured_step, self._captured_state, self._is_verified = captured, state, False
+        self._captured_step, self._is_verified = captured, False
+        self._captured_state = self._state_of_model()
         step.read_keys(self._fixed_keys, captured.read)
-        self._captured_sizes = step.constants(self._inside())
+        self._captured_sizes = step.inputs.constants
+        self._captured_num_ids = {name: step.ids[name].num_ids() for name in self._inside()}
+        captured.close()
         self.num_captures += 1
         self._last_steps.clear()
         self._num_repeated = 0
@@ -387,6 +409,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             {name: step.ids[name] for name in inside},
             step.inputs,
             capacities,
+            {x for group in self._optimizer.param_groups for x in group["params"]},
         )
         if self._stream is not None:
             rates = LearningRates([table for tables in inside.values() for table in tables])
@@ -428,7 +451,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             raise RuntimeError(
                 "outputs of the captured step must be those of an eager step, got "
                 f"{found or 'a difference on another rank'}. A forward that reads Python "
-                "numbers which change from batch to batch must use TrainPipelineSparseDist"
+                "numbers which change from batch to batch, or that changes its batch, must use "
+                "TrainPipelineSparseDist"
             )
         self._is_verified = True
         return result
@@ -437,23 +461,39 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self, batch: Any, outputs: dict[str, Callable[[], Any]], seed: int | None
     ) -> list[Tensor]:
         """The tensors that an eager forward returns, if modules return ``outputs``."""
-        with self._nothing_changes(), torch.no_grad(), autocast_cache_off():
+        with self._nothing_changes(), autocast_cache_off():
             if seed is not None:
                 torch.manual_seed(seed)
             with modules_return(self._unwrapped, outputs):
-                return tensors_of(self._unwrapped(batch))
+                return [x.detach() for x in tensors_of(self._unwrapped(batch))]
 
     @contextlib.contextmanager
     def _nothing_changes(self) -> Iterator[None]:
         """Restore buffers and the states of random generators at the end."""
-        buffers = [*dense_buffers(self._unwrapped)]
-        saved = [x.clone() for x in buffers]
         devices = [] if self._stream is None else [self._stream.device]
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), restored_buffers(self._unwrapped):
             yield
-        with torch.no_grad():
-            for buffer, value in zip(buffers, saved, strict=True):
-                buffer.copy_(value)
+
+    def _state_of_model(self) -> list[Any]:
+        """What a replay assumes of the model and of PyTorch's settings."""
+        state: list[Any] = [
+            torch.is_autocast_enabled(self._device.type),
+            torch.get_autocast_dtype(self._device.type),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+        ]
+        for module in self._dense:
+            state.append(module.training)
+            state += module._modules.values()
+            for x in (*module._parameters.values(), *module._buffers.values()):
+                if x is not None:
+                    state += x.data_ptr(), x.requires_grad, bool(x._backward_hooks)
+        for name, module, _ in self._sharded:
+            state += module._lookups
+            if self.lookups.get(name) == "inside":
+                for table in capturable_tables(module) or ():
+                    state += state_of_tables(table)
+        return state
 
 
 class _Step:
@@ -470,26 +510,19 @@ class _Step:
         results: dict[str, Any],
         ids: dict[str, Ids],
         received: list[Any],
-        fixed_keys: set[str],
-        read: set[str] | None,
+        inputs: StepInputs,
     ) -> None:
-        self.batch, self.results, self.ids = batch, results, ids
+        self.batch, self.results, self.ids, self.inputs = batch, results, ids, inputs
         self._received = received
         self.lookups: dict[str, Lookup] = {}
-        self.read_keys(fixed_keys, read)
 
     def read_keys(self, fixed_keys: set[str], read: set[str] | None) -> None:
         """Make inputs anew, with the keys ``read`` of KeyedJaggedTensors, or all if None."""
-        self.inputs = StepInputs()
+        self.inputs = StepInputs(self.inputs.device_type)
         for name, x in {"batch": self.batch, **self.results}.items():
             self.inputs.add_batch(name, x, fixed_keys, read)
         for name, ids in self.ids.items():
             self.inputs.add_sizes(name, ids.counts(), ids.constants())
-
-    def constants(self, inside: Iterable[str]) -> dict[str, Any]:
-        """All that must be as in the capture."""
-        numbers = {f"the number of ids of {x}": self.ids[x].num_ids() for x in inside}
-        return self.inputs.constants | numbers
 
     def record_stream(self, stream: torch.cuda.Stream, producer: Any) -> None:
         """Have ``stream`` wait for the ids, and their memory for ``stream``."""
@@ -536,6 +569,13 @@ class _Agreement:
         return self._flags
 
 
+def _new_group(group: dist.ProcessGroup, **options: Any) -> Any:
+    """Another process group of the ranks of ``group``, which may be a part of all ranks."""
+    ranks = dist.get_process_group_ranks(group)
+    is_part = len(ranks) < dist.get_world_size()
+    return dist.new_group(ranks, use_local_synchronization=is_part, **options)
+
+
 class _Ranks:
     """Decisions that all ranks of ``group`` make alike, on their CPUs."""
 
@@ -543,38 +583,21 @@ class _Ranks:
         self.group, self.size = group, size
         self._cpu_group: Any = None
         if size > 1:
-            ranks = dist.get_process_group_ranks(group)
-            self._cpu_group = dist.new_group(ranks, backend="gloo")
+            self._cpu_group = _new_group(group, backend="gloo")
 
     def start(self, *flags: bool) -> _Agreement:
         """Start to find out whether each of ``flags`` is true on all ranks."""
         return _Agreement(flags, self._cpu_group)
 
-    def largest(self, counts: dict[str, int]) -> dict[str, int]:
-        """The largest of the ranks' counts, by name."""
+    def largest(self, counts: dict[str, int], names: set[str]) -> tuple[dict[str, int], set[str]]:
+        """The largest of the ranks' counts, by name, and the names of all ranks."""
         if self.size == 1:
-            return counts
+            return counts, names
         per_rank: list[Any] = [None] * self.size
-        dist.all_gather_object(per_rank, counts, group=self._cpu_group)
-        names = dict.fromkeys(name for x in per_rank for name in x)
-        return {name: max(x.get(name, 0) for x in per_rank) for name in names}
-
-
-def _state(modules: Iterable[nn.Module], device_type: str) -> list[Any]:
-    """What a replay assumes of layers and of PyTorch's settings, besides values on the device."""
-    state: list[Any] = [
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-    ]
-    for module in modules:
-        state.append(module.training)
-        state += module._modules.values()
-        for x in (*module._parameters.values(), *module._buffers.values()):
-            if x is not None:
-                state += x.data_ptr(), x.requires_grad
-    return state
+        dist.all_gather_object(per_rank, (counts, names), group=self._cpu_group)
+        keys = dict.fromkeys(key for x, _ in per_rank for key in x)
+        largest = {key: max(x.get(key, 0) for x, _ in per_rank) for key in keys}
+        return largest, set().union(*(x for _, x in per_rank))
 
 
 def _difference(
@@ -585,11 +608,11 @@ def _difference(
     The bound is half of the digits of the least precise dtype, relative to the largest output, and
     10 times what ``others`` with other seeds differ by, as with dropout.
     """
-    for i, (x, y, *of_seeds) in enumerate(zip(outputs, eager, *others, strict=True)):
+    for i, (x, y, *with_other_seeds) in enumerate(zip(outputs, eager, *others, strict=True)):
         if x.numel() == 0:
             continue
         x, y = x.double(), y.double()
-        noise = [(z.double() - y).abs().nan_to_num(0, 0).max().item() for z in of_seeds]
+        noise = [(z.double() - y).abs().nan_to_num(0, 0).max().item() for z in with_other_seeds]
         largest = y.abs().nan_to_num(0, 0).max().item()
         bound = epsilon**0.5 * largest + 10 * max(noise, default=0.0)
         if not torch.allclose(x, y, rtol=0, atol=bound, equal_nan=True):
