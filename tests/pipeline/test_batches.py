@@ -248,7 +248,7 @@ def make_nested() -> dict[str, Any]:
 
 
 def inputs_of(batch: Any, keys: set[str] | None = None, fixed: tuple[str, ...] = ()) -> StepInputs:
-    inputs = StepInputs()
+    inputs = StepInputs("cpu")
     inputs.add_batch("batch", batch, fixed, keys)
     return inputs
 
@@ -260,6 +260,7 @@ def test_inputs_of_a_batch():
     assert inputs.constants == {
         f"the keys of {path}": ["a", "b"],
         f"the number of samples of {path}": 2,
+        f"the dtypes of {path}": [torch.int64, torch.int64, torch.float32],
         f"the number of rows of {path}[b]": 3,
         "the shape of batch['x']": (2, 3),
         "the dtype of batch['x']": torch.float32,

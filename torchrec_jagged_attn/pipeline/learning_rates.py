@@ -22,7 +22,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 # With these, a row whose gradient is zero does not change, so padding may have any valid ids.
 OPTIMIZERS = (
@@ -38,10 +37,7 @@ def capturable_tables(module: nn.Module) -> list[SplitTableBatchedEmbeddingBagsC
     tables: list[SplitTableBatchedEmbeddingBagsCodegen] = []
     lookups: Any = module._lookups
     for lookup in lookups:
-        kernels = getattr(lookup, "_emb_modules", [None])
-        if len(kernels) > 1 and isinstance(module, ShardedEmbeddingBagCollection):
-            return None  # TorchRec divides ids among them by numbers that it reads back
-        for kernel in kernels:
+        for kernel in getattr(lookup, "_emb_modules", [None]):
             table = getattr(kernel, "emb_module", None)
             if not isinstance(table, SplitTableBatchedEmbeddingBagsCodegen):
                 return None

@@ -50,8 +50,11 @@ class Ids(Protocol):
         """All other numbers of the host that lookups and outputs read."""
         ...
 
-    def num_ids(self) -> tuple[int, ...]:
-        """Numbers of ids for which there is no capacity, if the lookup is in a graph."""
+    def num_ids(self) -> tuple[Any, ...] | None:
+        """Numbers of ids for which there is no capacity, if the lookup is in a graph.
+
+        None if the host does not know those of each group of tables: then it cannot be in one.
+        """
         ...
 
     def tensors(self) -> Mapping[str, Tensor | Segments]:
@@ -108,8 +111,16 @@ class _BagIds:
             if x is not None
         )
 
-    def num_ids(self) -> tuple[int, ...]:
-        return tuple(x.values().numel() for x in self._ids)
+    def num_ids(self) -> tuple[Any, ...] | None:
+        numbers: list[Any] = []
+        for lookup, x in zip(self._module._lookups, self._ids, strict=True):
+            number: Any = x.values().numel()
+            if len(getattr(lookup, "_emb_modules", ())) > 1:  # ids are divided among groups
+                number = x.length_per_key_or_none()
+                if number is None:
+                    return None
+            numbers.append(number)
+        return tuple(numbers)
 
     def tensors(self) -> dict[str, Tensor | Segments]:
         tensors: dict[str, Tensor | Segments] = {}
@@ -131,6 +142,7 @@ class _BagIds:
                 tensors.get(f"weights {i}"),
                 lengths=tensors[f"lengths {i}"],
                 stride=x.stride(),
+                length_per_key=x.length_per_key_or_none(),
             )
             for i, x in enumerate(self._ids)
         ]
@@ -213,7 +225,7 @@ class _SequenceIds:
     def constants(self) -> tuple[Any, ...]:
         return tuple(count for name, count in self._sizes() if name is None)
 
-    def num_ids(self) -> tuple[int, ...]:
+    def num_ids(self) -> tuple[Any, ...] | None:
         return ()
 
     def tensors(self) -> dict[str, Tensor | Segments]:
@@ -314,7 +326,7 @@ class _HistoryIds:
     def constants(self) -> tuple[Any, ...]:
         return self._module.sizes(self._context, self._ids)[1]
 
-    def num_ids(self) -> tuple[int, ...]:
+    def num_ids(self) -> tuple[Any, ...] | None:
         return ()
 
     def tensors(self) -> dict[str, Tensor | Segments]:

@@ -135,11 +135,11 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._captured_step: PaddedStep | None = None
         self._captured_state: list[Any] | None = None
         self._captured_sizes: dict[str, Any] = {}
-        self._captured_num_ids: dict[str, tuple[int, ...]] = {}
+        self._captured_num_ids: dict[str, tuple[Any, ...] | None] = {}
         self._is_unchanged = _Agreement((False,), None)
         self._is_verified = False
         self._counts: dict[str, int] = {}  # the largest numbers of rows, by name of the capacity
-        self._num_ids: dict[str, tuple[int, ...]] = {}  # those of lookups without a capacity
+        self._num_ids: dict[str, tuple[Any, ...]] = {}  # those of lookups without a capacity
         self._with_varying_ids: set[str] = set()  # modules where these differ between batches
         self._with_gradient: set[nn.Parameter] = set()  # dense ones that eager steps train
         self._num_warm_up_steps = 0
@@ -330,7 +330,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         for name, count in step.inputs.counts.items():
             self._counts[name] = max(self._counts.get(name, 0), count)
         for name, ids in step.ids.items():
-            if self._num_ids.setdefault(name, ids.num_ids()) != ids.num_ids():
+            number = ids.num_ids()
+            if number is None or self._num_ids.setdefault(name, number) != number:
                 self._with_varying_ids.add(name)
 
     def _replay(self, step: _Step) -> tuple[Tensor, Any]:
