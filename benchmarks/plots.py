@@ -200,11 +200,11 @@ def end_to_end_graphs(figures: Figures, figure: Figure) -> None:
             look = {"color": SHOWN[eager], "linestyle": style, "label": STEP_PROVIDERS[name]}
             ax.plot(MEANS, times, marker="o", **look)
         title = f"{gpus} GPU" + "s" * (gpus > 1)
-        ax.set(title=title, xlabel="mean length of a history", xscale="log", ylim=0)
+        ax.set(title=title, xlabel="mean length of a history", xscale="log")
         measured = [n for n, x in zip(MEANS, cases[gpus], strict=True) if x in figures.cases]
         ax.set_xticks(measured, [f"{n:,}" for n in measured])
         ax.minorticks_off()
-    axes[0].set_ylabel("time of a step, ms")
+    axes[0].set(ylabel="time of a step, ms", ylim=0)  # of all panels
     axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
