@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import random
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -176,7 +176,8 @@ class PaddedStep:
         self._aliases = {x: nn.Parameter(x.detach()) for x in self._trained}
         self._graph: torch.cuda.CUDAGraph | None = None
         self._learning_rates: LearningRates | None = None
-        self._versions: list[int | None] = []
+        # The gradients of the last step, in the order of parameters, and their versions.
+        self._last_gradients: list[tuple[Tensor | None, int]] = []
         self.run(update_tables=False)
 
     def run(self, update_tables: bool = True) -> None:
@@ -245,6 +246,7 @@ class PaddedStep:
         Returns copies of losses and outputs, and a function that computes the gradients of lookups
         outside, which updates their tables, and sets those of dense parameters.
         """
+        self._check_cleared()
         self._static.fill(inputs)
         if self._graph is None or self._learning_rates is None:
             with autocast_cache_off():
@@ -263,10 +265,8 @@ class PaddedStep:
             if rows:
                 torch.autograd.backward(rows, gradients)
             for parameter, gradient in zip(self._trained, self._gradients, strict=True):
-                if gradient is not None and parameter.grad is gradient:
-                    self._check_version(parameter, gradient)
                 parameter.grad = gradient
-            self._versions = [None if x is None else x._version for x in self._gradients]
+            self._last_gradients = [(x, 0 if x is None else x._version) for x in self._gradients]
 
         return clone_tensors(self._losses), clone_tensors(self._outputs), backward
 
@@ -284,14 +284,22 @@ class PaddedStep:
         pairs = zip(self._trained, self._gradients, strict=True)
         return {parameter for parameter, gradient in pairs if gradient is None}
 
-    def _check_version(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """A gradient of the last step that nobody has cleared is one to be accumulated."""
-        i = next(i for i, x in enumerate(self._gradients) if x is gradient)
-        if self._versions[i] == gradient._version and parameter in self._optimized:
-            raise NotImplementedError(
-                "the optimizer must clear gradients before each step with TrainPipelineCudaGraph, "
-                "got gradients of the last step: use TrainPipelineSparseDist"
-            )
+    def _check_cleared(self) -> None:
+        """Refuse gradients of the last step that no optimizer has cleared, to accumulate more."""
+        for parameter, (gradient, version) in zip(
+            self._trained, self._last_gradients, strict=False
+        ):
+            if (
+                gradient is not None
+                and parameter.grad is gradient
+                and gradient._version == version
+                and parameter in self._optimized
+            ):
+                raise NotImplementedError(
+                    "the optimizer must clear gradients before each step with "
+                    "TrainPipelineCudaGraph, got gradients of the last step: use "
+                    "TrainPipelineSparseDist"
+                )
 
     @contextlib.contextmanager
     def _gradients_of_aliases_alone(self) -> Iterator[None]:

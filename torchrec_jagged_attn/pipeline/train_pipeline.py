@@ -349,7 +349,6 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             torch.cuda.empty_cache()  # the graph has memory of its own
         step.read_keys(self._fixed_keys, None)  # a model may read any
         self._note(step)
-        check_model(self._model)
         counts, varying = self._ranks.largest(self._counts, self._with_varying_ids)
         self._with_varying_ids = varying
         capacities = {name: math.ceil(HEADROOM * n) for name, n in counts.items()}
@@ -378,6 +377,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self, step: _Step, capacities: dict[str, int], inside: dict[str, list[Any]]
     ) -> tuple[PaddedStep | None, Exception | None]:
         try:
+            check_model(self._model)
             with errors_name_modules(self._unwrapped), self._nothing_changes():
                 captured = self._make_step(step, capacities, inside)
             self._check_gradients(captured)
@@ -488,7 +488,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             state += module._modules.values()
             for x in (*module._parameters.values(), *module._buffers.values()):
                 if x is not None:
-                    state += x.data_ptr(), x.requires_grad, bool(x._backward_hooks)
+                    hooks: Any = x._backward_hooks, x._post_accumulate_grad_hooks
+                    state += x.data_ptr(), x.requires_grad, any(hooks)
         for name, module, _ in self._sharded:
             state += module._lookups
             if self.lookups.get(name) == "inside":
