@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRMTrain
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -20,6 +21,7 @@ from tests.pipeline.training import (
     ScaledBatch,
     WithLayer,
     assert_equal_on_cpu,
+    count_reasons,
     make_batch,
     make_pipeline,
     poison,
@@ -101,6 +103,22 @@ class Nested:
             x.record_stream(stream)
 
 
+@Pipelineable.register
+@dataclasses.dataclass(slots=True)
+class SlotBatch:
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "SlotBatch":
+        parts = (self.dense, self.sparse, self.labels)
+        return SlotBatch(*(x.to(device, non_blocking=non_blocking) for x in parts))
+
+    def record_stream(self, stream: Any) -> None:
+        for x in (self.dense, self.sparse, self.labels):
+            x.record_stream(stream)
+
+
 def as_tensor_dict(features: KeyedJaggedTensor) -> TensorDict:
     nested = {
         key: torch.nested.nested_tensor_from_jagged(x.values(), x.offsets())
@@ -131,6 +149,10 @@ CLASSES: dict[str, tuple[Callable[[Batch], Any], Callable[[Any], Any]]] = {
     ),
     "NamedTuple": (
         lambda x: NamedBatch(x.dense_features, x.sparse_features, x.labels),
+        lambda x: (x.dense, x.sparse, x.labels),
+    ),
+    "dataclass with slots": (
+        lambda x: SlotBatch(x.dense_features, x.sparse_features, x.labels),
         lambda x: (x.dense, x.sparse, x.labels),
     ),
     "tuple": (
@@ -184,6 +206,68 @@ def test_another_python_value_in_a_batch(device: torch.device):
     assert_equal_on_cpu(run, expected, device)
     assert run.eager_steps == {"warm-up": SHORT_WARM_UP, "another value: batch.scale": 1}
     assert run.num_captures == 1
+
+
+OTHER_DTYPES = r"another value: the dtypes of batch\.sparse_features"
+CHANGED = 5
+"""The first step with features of another dtype, or without weights."""
+
+
+def with_features(
+    step: int, change: Callable[[KeyedJaggedTensor], KeyedJaggedTensor], **options: Any
+) -> Batch:
+    """A batch whose features are ``change(features)`` before the step ``CHANGED``."""
+    batch = make_batch(step, **options)
+    if step >= CHANGED:
+        return batch
+    return dataclasses.replace(batch, sparse_features=change(batch.sparse_features))
+
+
+def with_int32_values(x: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(x.keys(), x.values().int(), lengths=x.lengths())
+
+
+def with_half_weights(x: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(x.keys(), x.values(), x.weights().half(), lengths=x.lengths())
+
+
+WEIGHTED = {"is_weighted": True, "tags": PoolingType.SUM}
+
+
+@pytest.mark.parametrize(
+    ("change", "options"), [(with_int32_values, {}), (with_half_weights, WEIGHTED)]
+)
+def test_other_dtypes_of_features(
+    change: Callable[[KeyedJaggedTensor], KeyedJaggedTensor],
+    options: dict[str, Any],
+    device: torch.device,
+):
+    """A step on them is eager, until they are captured."""
+    runs = []
+    for pipeline_type in PIPELINES:
+        pipeline = make_pipeline(device, make_model(**options), pipeline_type)
+        batches = (
+            with_features(step, change, is_weighted="is_weighted" in options) for step in range(12)
+        )
+        runs.append(train(pipeline, batches))
+    expected, run = runs
+    assert_equal_on_cpu(run, expected, device)
+    assert run.num_captures == 2
+    assert count_reasons(run, OTHER_DTYPES) == 5
+
+
+def test_weights_that_disappear(device: torch.device):
+    """A step without them is eager, and has the error of an eager step."""
+    errors = []
+    for pipeline_type in PIPELINES:
+        pipeline = make_pipeline(device, make_model(**WEIGHTED), pipeline_type)
+        batches = (make_batch(step, is_weighted=step < CHANGED) for step in range(NUM_STEPS))
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            train(pipeline, batches)
+        errors.append((error.type, str(error.value)))
+    assert errors[0] == errors[1]
+    assert pipeline.num_replayed_steps == CHANGED - SHORT_WARM_UP
+    assert set(pipeline.eager_steps) == {"warm-up", OTHER_DTYPES.replace("\\", "")}
 
 
 class ReadingLengths(nn.Module):

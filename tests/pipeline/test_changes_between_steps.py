@@ -1,6 +1,6 @@
 """Changes between the steps of a ``TrainPipelineCudaGraph``: layers, optimizers, settings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +10,14 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.pipeline.training import (
+    OTHER_SIZE,
+    OVERFLOW,
     PIPELINES,
     SHORT_WARM_UP,
     Run,
     WithLayer,
     assert_equal_on_cpu,
+    count_reasons,
     make_batch,
     make_pipeline,
     short_warm_up,
@@ -131,16 +134,20 @@ def train_changed(
     device: torch.device,
     change: Callable[[int, Any], None],
     dtype: torch.dtype = torch.float32,
+    batches: Sequence[dict[str, Any]] = ({},) * NUM_STEPS,
     **options: Any,
 ) -> Run:
-    """With both pipelines, whose products may round to ``dtype`` on a GPU."""
+    """With both pipelines, whose products may round to ``dtype`` on a GPU.
+
+    ``batches`` are the options of the batch of each step.
+    """
     runs = []
     for pipeline_type in PIPELINES:
         pipeline = make_pipeline(device, make_layered(), pipeline_type, dense_sgd)
         # DistributedDataParallel, which TorchRec gives a static graph, permits no other parameters.
         pipeline._model._dmp_wrapped_module = pipeline._model.module
-        batches = (make_batch(step) for step in range(NUM_STEPS))
-        runs.append(train(pipeline, batches, change, **options))
+        made = (make_batch(step, **x) for step, x in enumerate(batches))
+        runs.append(train(pipeline, made, change, **options))
         torch.set_float32_matmul_precision("highest")
     expected, run = runs
     assert_equal_on_cpu(run, expected, device, dtype)
@@ -179,6 +186,21 @@ def test_evaluation_between_steps(device: torch.device):
     run = train_changed(device, change)
     assert run.num_captures == 1
     assert run.eager_steps == {"warm-up": SHORT_WARM_UP, "evaluation": 2}
+
+
+def test_evaluation_and_other_batch_sizes_are_no_overflows(device: torch.device):
+    """Of them and one batch with more rows, nothing is captured again."""
+    options = [{}] * 13 + [{"num_samples": 3}, {}] * 4 + [{"length": 40}, {}, {"length": 40}, {}]
+
+    def change(step: int, pipeline: Any) -> None:
+        pipeline._model.train(not CHANGED <= step < 12)
+
+    run = train_changed(device, change, batches=options)
+    assert run.num_captures == 1
+    assert run.eager_steps.pop("warm-up") == SHORT_WARM_UP
+    assert run.eager_steps.pop("evaluation") == 12 - CHANGED
+    assert count_reasons(run, OTHER_SIZE) == 4
+    assert count_reasons(run, OVERFLOW) == 2
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -241,6 +263,74 @@ def test_gradients_of_dense_parameters(set_to_none: bool, device: torch.device):
         assert x.keys() == y.keys()
         for name in y:
             assert_same_run(x[name], y[name], num_steps=step + 1, name=f"{name}, step {step}")
+
+
+class Accumulating(torch.optim.SGD):
+    """Clears gradients, and trains, in every second step."""
+
+    num_steps = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.num_steps % 2 == 0:
+            super().zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        if self.num_steps % 2 == 0:
+            super().step()
+
+
+def test_optimizers_that_accumulate_gradients(device: torch.device):
+    def accumulating(model: DistributedModelParallel) -> Accumulating:
+        dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+        return Accumulating(dense.values(), lr=0.1)
+
+    pipeline = make_pipeline(device, optimizer=accumulating)
+    match = "must clear gradients before each step .*use TrainPipelineSparseDist"
+    with pytest.raises(NotImplementedError, match=match):
+        train(pipeline, map(make_batch, range(NUM_STEPS)))
+
+
+def test_parameters_that_no_optimizer_has(device: torch.device):
+    """Nothing clears their gradients."""
+
+    def of_layer(model: DistributedModelParallel) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.module.layer.parameters(), lr=0.1, momentum=0.9)
+
+    runs = []
+    for pipeline_type in PIPELINES:
+        pipeline = make_pipeline(device, make_layered(), pipeline_type, of_layer)
+        runs.append(train(pipeline, map(make_batch, range(NUM_STEPS))))
+    expected, run = runs
+    assert_equal_on_cpu(run, expected, device)
+    assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
+
+
+# Hooks are added before a warm-up step, or after the capture.
+@pytest.mark.parametrize("first", [1, CHANGED])
+@pytest.mark.parametrize("add", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters(add: str, first: int, device: torch.device):
+    def change(step: int, pipeline: Any) -> None:
+        if step == first:
+            getattr(layer_of(pipeline).linear.weight, add)(lambda x: None)
+
+    pipeline = make_pipeline(device, make_layered())
+    match = "must have no hooks .*hooks of 'layer.linear.weight': use TrainPipelineSparseDist"
+    with pytest.raises(NotImplementedError, match=match):
+        train(pipeline, map(make_batch, range(NUM_STEPS)), change)
+    assert pipeline.num_replayed_steps == max(0, first - SHORT_WARM_UP)
+
+
+def detach_and_attach(step: int, pipeline: Any) -> None:
+    if step in (CHANGED, CHANGED + 1):
+        pipeline.attach(pipeline.detach())
+
+
+def test_detached_and_attached(device: torch.device):
+    """The step is captured again."""
+    run = train_changed(device, detach_and_attach)
+    assert run.num_captures == 3
+    assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
 
 
 def test_outputs_are_copies(device: torch.device):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -140,6 +141,54 @@ def train_case(device: torch.device, case: str) -> list[Run]:
     return runs
 
 
+def train_changed(device: torch.device, change: Callable[[int, Any], None]) -> list[Run]:
+    """With both pipelines, and a ``change`` between steps."""
+    runs = []
+    for pipeline_type in PIPELINES:
+        pipeline = make_pipeline(device, pipeline_type=pipeline_type)
+        batches = (make_batch(step, dist.get_rank()) for step in range(NUM_STEPS))
+        runs.append(train(pipeline, batches, change))
+    return runs
+
+
+def move_weights_of_a_rank(step: int, pipeline: Any) -> None:
+    if step == CHANGED and dist.get_rank() == 0:
+        for x in pipeline._model.module.model.over_arch.parameters():
+            x.data = x.data.clone()
+
+
+def detach_and_attach(step: int, pipeline: Any) -> None:
+    if step == CHANGED:
+        pipeline.attach(pipeline.detach())
+
+
+CHANGED = 5
+CHANGES = {
+    "other storages of weights on one rank": move_weights_of_a_rank,
+    "detach and attach": detach_and_attach,
+}
+SMALL_TABLES = {"3 and 2 rows": 5, "1 row and none": 1}
+"""The number of categories, whose rows are on two ranks."""
+
+
+def train_small_table(device: torch.device, num_cats: int) -> list[Run]:
+    """With both pipelines; FBGEMM checks all ids."""
+    fused_params = {"bounds_check_mode": BoundsCheckMode.FATAL}
+    runs = []
+    for pipeline_type in PIPELINES:
+        sharders = [
+            HistoryEmbeddingCollectionSharder(fused_params=dict(fused_params)),
+            AnySharding(fused_params=dict(fused_params)),
+        ]
+        model = make_model(**MHA, single_lookup=True, rows={"t_cat": num_cats})
+        pipeline = make_pipeline(device, model, pipeline_type, {"sharders": sharders})
+        batches = (
+            make_batch(step, dist.get_rank(), num_cats=num_cats) for step in range(NUM_STEPS)
+        )
+        runs.append(train(pipeline, batches))
+    return runs
+
+
 def make_scaled(step: int, scale: float = 1.0, **options: Any) -> ScaledBatch:
     return ScaledBatch(**vars(make_batch(step, dist.get_rank(), **options)), scale=scale)
 
@@ -243,6 +292,10 @@ def on_each_rank(device: torch.device) -> dict[str, Any]:
         functions[name] = functools.partial(train_batches, device, per_rank)
     for order in ORDERS:
         functions[order] = functools.partial(train_epochs, device, order)
+    for name, change in CHANGES.items():
+        functions[name] = functools.partial(train_changed, device, change)
+    for name, num_cats in SMALL_TABLES.items():
+        functions[name] = functools.partial(train_small_table, device, num_cats)
     functions["counting"] = lambda: train_layer(device, Counting())
     functions["EmbeddingCollectionSharder"] = lambda: train_torchrec_sharder(device)
     results: dict[str, Any] = {}
@@ -282,6 +335,22 @@ def test_trains_alike(ranks: OnRanks, backend: str, case: str):
         assert run.eager_steps == {"warm-up": SHORT_WARM_UP}
         assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
         assert_same_runs(run, expected)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_all_ranks_capture_again(ranks: OnRanks, name: str):
+    for expected, run in results_of(ranks, name):
+        assert_same_runs(run, expected)
+        assert run.num_captures == 2
+        assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
+
+
+@pytest.mark.parametrize("name", SMALL_TABLES)
+def test_padding_of_a_small_table(ranks: OnRanks, name: str):
+    for expected, run in results_of(ranks, name):
+        assert_same_runs(run, expected)
+        assert run.lookups == {"inside"}
+        assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
 
 
 # The number of steps that are eager on both ranks, and the reasons of the rank with these batches

@@ -56,11 +56,12 @@ def make_batch(
     is_weighted: bool = False,
     candidates: Sequence[int] | None = None,
     bag_length: int | None = None,
+    num_cats: int = NUM_IDS,
 ) -> Batch:
     """Small ids are much more frequent.
 
     ``candidates`` are the numbers of target ids, ``length`` is the length of each history and
-    ``bag_length`` the number of ids of each pooled feature.
+    ``bag_length`` the number of ids of each pooled feature. Categories are less than ``num_cats``.
 
     The batch of step 0 has the most rows.
     """
@@ -80,7 +81,8 @@ def make_batch(
             lengths = history_lengths
         else:
             lengths = draw_lengths(3) if bag_length is None else [bag_length] * num_samples
-        ids[name] = [[int(NUM_IDS * rng.random() ** 3) for _ in range(n)] for n in lengths]
+        num_ids = num_cats if name in ("cat", "hist_cat") else NUM_IDS
+        ids[name] = [[int(num_ids * rng.random() ** 3) for _ in range(n)] for n in lengths]
     ids["times"] = [sorted(times) for times in ids["times"]]
     values = torch.tensor([i for rows in ids.values() for row in rows for i in row]).long()
     generator = torch.Generator().manual_seed(1000 * step + rank)

@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +181,12 @@ def make_model(
     candidate_features: Sequence[str] = (),
     single_id_features: Sequence[str] = (),
     side_by_side: bool = True,
+    rows: Mapping[str, int] | None = None,
     **options: Any,
 ) -> DLRMTrain:
     """With ``options`` of the attention, or of those that attend its two histories one by one.
+
+    ``rows`` are the numbers of rows of tables that do not have ``NUM_IDS``.
 
     With ``history_codes`` the times are the history, too, each the word of a row.
     """
@@ -192,7 +195,7 @@ def make_model(
         EmbeddingBagConfig(
             name=name,
             embedding_dim=8,
-            num_embeddings=NUM_IDS,
+            num_embeddings=(rows or {}).get(name, NUM_IDS),
             feature_names=features,
             data_type=data_type,
             pooling=tags if name == "t_tag" else PoolingType.SUM,
