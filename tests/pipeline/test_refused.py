@@ -1,4 +1,4 @@
-"""What ``TrainPipelineCudaGraph`` refuses, by an error that says what to use instead."""
+"""Models and arguments that are not supported, and errors that say what to use instead."""
 
 import inspect
 import logging
@@ -214,7 +214,7 @@ def with_unique_ids(model: nn.Module) -> None:
 
 # Changes of sharded modules, the number of ranks, and the error.
 SHARDED: dict[str, tuple[Callable[[nn.Module], None], int, str]] = {
-    "other bags": (as_other_bags, 1, "must be those of TorchRec .*got a OtherBags"),
+    "other bags": (as_other_bags, 1, "must be classes of TorchRec .*got a OtherBags"),
     "other module": (as_other_module, 1, "must be of an EmbeddingBagCollection .*a OtherModule"),
     "use_index_dedup": (with_unique_ids, 1, "use_index_dedup must be False"),
     "two ranks": (lambda _: None, 2, "sharded by a HistoryEmbeddingCollectionSharder on several"),

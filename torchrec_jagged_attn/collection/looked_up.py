@@ -1,9 +1,9 @@
 """``LookedUp``: rows that a ``ShardedHistoryEmbeddingCollection`` looked up, before the exchange.
 
 The *owner rank* of a row is the rank whose shard contains it, the *source rank* of a sample the
-rank whose batch contains it. All tensors and host numbers that the exchange of rows, and attention
-on the owner ranks behind it, read are in this record. A CUDA graph of them reads a copy of it whose
-tensors are static, see ``padding.py``: the numbers of rows are then capacities.
+rank whose batch contains it. ``LookedUp`` contains all tensors and host numbers that the exchange
+of rows, and attention on the owner ranks, read. A CUDA graph reads a copy with static tensors, see
+``padding.py``. Its numbers of rows are capacities.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SPARE = 1
 """Rows behind the capacity of each segment of rows on an owner rank."""
 
 Capacities = Callable[[str | None, int], int]
-"""The capacity of a segment, by the name of its capacity and its number of rows."""
+"""Function of the name of a capacity, and a number of rows, that returns the capacity."""
 
 
 class SentFeatures(NamedTuple):
     """Features whose rows are sent by one all-to-all, and the names of capacities.
 
-    A capacity is that of the rows of one feature from one owner rank to one source rank. It is None
-    if the owner rank has no rows of the feature.
+    A capacity limits the rows of one feature from one owner rank to one source rank. Its name is
+    None if the owner rank has no rows of the feature.
     """
 
     name: str
@@ -50,13 +50,13 @@ class SentFeatures(NamedTuple):
         )
 
     def splits(self, counts: list[int]) -> list[int]:
-        """Sums of ``counts``, of each feature, for each rank."""
+        """Return the sum of ``counts`` over features, for each rank."""
         n = len(self.features)
         return [sum(counts[i : i + n]) for i in range(0, len(counts), n)]
 
 
 def sent_capacity(feature: Feature, owner: int, source: int) -> str | None:
-    """The name of the capacity of rows from an owner rank to a source rank."""
+    """Return the name of the capacity of rows from an owner rank to a source rank."""
     return f"{feature.name}: {owner} -> {source}" if owner in feature.owners else None
 
 
@@ -66,20 +66,20 @@ def block_sizes(
     capacities: Capacities,
     spare: int = SPARE,
 ) -> list[int]:
-    """The sizes of blocks of segments, spare rows included, which a capacity of zero has not."""
+    """Return the sizes of blocks of segments, with spare rows unless the capacity is zero."""
     sizes = [*map(capacities, names, counts)]
     has_spare = (name is not None and size > 0 for name, size in zip(names, sizes, strict=True))
     return [size + spare * x for size, x in zip(sizes, has_spare, strict=True)]
 
 
 class Padding(NamedTuple):
-    """Maps rows received from owner ranks without padding to those with it.
+    """Maps indices of rows received from owner ranks to indices of the same rows with padding.
 
-    Blocks are those of each owner rank and feature.
+    There is one block of rows for each owner rank and feature.
     """
 
     recv_ends: Tensor  # [blocks] int64, where the rows of each block end without padding
-    recv_starts: Tensor  # [blocks] int64, where they start with it
+    recv_starts: Tensor  # [blocks] int64, where they start with padding
     spare: int  # index of a spare row
 
     @classmethod
@@ -91,7 +91,7 @@ class Padding(NamedTuple):
         return cls(recv_ends, starts, spares[0] if spares else 0)
 
     def index(self, order: Tensor) -> Tensor:
-        """Indices with padding of the indices ``order`` without it, where -1 is a spare row."""
+        """Map the indices ``order`` without padding to indices with padding; -1 is a spare row."""
         starts = torch.cat([self.recv_ends.new_zeros(1), self.recv_ends[:-1]])
         block = torch.bucketize(order, self.recv_ends, right=True)
         block = block.clamp_(max=starts.shape[0] - 1)
@@ -117,7 +117,7 @@ class SentRows(NamedTuple):
         return {f"{self.sent.name}: rows": rows} | self.order_tensors()
 
     def order_tensors(self) -> dict[str, Tensor | Segments]:
-        """What a source rank reads besides the rows that it receives."""
+        """Return the tensors that a source rank reads besides the rows that it receives."""
         order, device = self.order, self.rows.device
         if order is None:
             order = torch.arange(sum(self.counts), device=device)
@@ -147,7 +147,7 @@ class SentRows(NamedTuple):
 
 
 def local_capacity(feature: Feature, rank: int) -> str | None:
-    """The name of the capacity of the rows of a history on an owner rank."""
+    """Return the name of the capacity of the rows of a history on an owner rank."""
     return f"{feature.name} on {rank}" if rank in feature.owners else None
 
 
@@ -161,9 +161,9 @@ class LocalHistory(NamedTuple):
     def tensors(self) -> dict[str, Tensor | Segments]:
         rows, group = self.owned.rows, self.owned.group
         capacity = local_capacity(self.feature, group.rank())
-        of_rows = Segments(rows, [rows.shape[0]], [capacity], SPARE)
+        segments = Segments(rows, [rows.shape[0]], [capacity], SPARE)
         ids = OwnedIds(*self.owned[1:5])
-        return {f"{self.feature.name}: rows": of_rows} | local_tensors(
+        return {f"{self.feature.name}: rows": segments} | local_tensors(
             self.feature, ids, self.num_rows, group
         )
 
@@ -178,11 +178,11 @@ class LocalHistory(NamedTuple):
 def local_tensors(
     feature: Feature, ids: OwnedIds, num_rows: int, group: dist.ProcessGroup
 ) -> dict[str, Tensor | Segments]:
-    """All tensors of a local history besides its rows; ``num_rows`` are on all owner ranks."""
+    """Return the tensors of a local history except its rows; ``num_rows`` are on all ranks."""
     capacity = local_capacity(feature, group.rank())
     tensors: dict[str, Tensor | Segments] = {
         f"{feature.name}: lengths": ids.lengths,
-        # Of the rows on all owner ranks, of which nothing is read but their number.
+        # The number of rows on all owner ranks, as the size of a tensor without elements.
         f"{feature.name}: placeholder": Segments(
             ids.positions.new_empty(num_rows, 0), [num_rows], [feature.capacity]
         ),
@@ -197,7 +197,7 @@ ROW_TENSORS = ("positions", "ages", "prior weights")
 
 
 def static_local_ids(feature: Feature, tensors: dict[str, Tensor]) -> OwnedIds:
-    """The static counterparts of what :func:`local_tensors` was given."""
+    """Return the static counterparts of the ids passed to :func:`local_tensors`."""
     lengths = tensors[f"{feature.name}: lengths"]
     positions, *others = (tensors.get(f"{feature.name}: {name}") for name in ROW_TENSORS)
     assert positions is not None
@@ -230,7 +230,7 @@ class ReplicatedRows(NamedTuple):
 
 
 class LookedUp(NamedTuple):
-    """Rows that were looked up, and all that their exchange reads."""
+    """Rows that were looked up, and the inputs of their exchange."""
 
     lengths: Tensor  # [features, B], of this rank's samples
     features: list[Feature]  # of `lengths`
@@ -241,16 +241,16 @@ class LookedUp(NamedTuple):
     is_padded: bool = False
 
     def tensors(self) -> dict[str, Tensor | Segments]:
-        """All tensors by name. Those that require a gradient get one."""
+        """Return all tensors by name. Tensors that require a gradient receive one."""
         tensors: dict[str, Tensor | Segments] = {"lengths": self.lengths}
         for x in (*self.sent, *self.histories, *self.replicated):
             tensors |= x.tensors()
         return tensors
 
     def with_tensors(self, tensors: dict[str, Tensor], capacities: Capacities) -> LookedUp:
-        """A copy for a CUDA graph, which reads the static counterparts of :meth:`tensors`.
+        """Return a copy for a CUDA graph, which reads static counterparts of :meth:`tensors`.
 
-        Its numbers of rows are ``capacities``. On the device, this copies constants from the host:
+        Its numbers of rows are ``capacities``. This copies constants from the host to the device:
         call it before the capture.
 
         With jagged candidates, its first attention gathers the numbers of candidates of all ranks,

@@ -11,9 +11,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 class Segments(NamedTuple):
     """A tensor whose first dimension holds segments of varying size, one after the other.
 
-    Its static counterpart holds a block of ``capacity + spare`` rows for each: the segment, and
-    ``fill`` behind it. A segment without a name always has as many rows as at the capture, and no
-    spare ones. Segments of equal names share a capacity.
+    Its static counterpart holds a block of ``capacity + spare`` rows for each segment: the rows of
+    the segment, followed by ``fill``. A segment without a name always has as many rows as at the
+    capture, and no spare rows. Segments with the same name share a capacity.
     """
 
     tensor: Tensor  # [sum(counts), …]
@@ -24,16 +24,16 @@ class Segments(NamedTuple):
 
 
 class PaddedJaggedTensor(JaggedTensor):
-    """A JaggedTensor with more rows than its lengths add up to: those behind them are padding."""
+    """A JaggedTensor with more rows than the sum of its lengths. Further rows are padding."""
 
 
 def num_rows(sequence: JaggedTensor) -> int:
-    """The number of rows of ``sequence.values()``, without reading them."""
+    """Return the number of rows of ``sequence.values()``, without reading them."""
     return sequence._values.shape[0]
 
 
 class _UnreadableJaggedTensor(JaggedTensor):
-    """A feature of :class:`PaddedFeatures`: lengths can be read, padded values cannot."""
+    """A feature of :class:`PaddedFeatures`, with lengths but without readable values."""
 
     def __init__(self, key: str, rows: JaggedTensor) -> None:
         super().__init__(rows.values(), rows.weights_or_none(), lengths=rows.lengths())
@@ -49,17 +49,18 @@ class _UnreadableJaggedTensor(JaggedTensor):
 
 
 class PaddedValuesError(RuntimeError):
-    """A layer of another package has read values of a KeyedJaggedTensor that are padded."""
+    """A layer of another package read padded values of a KeyedJaggedTensor."""
 
 
 class PaddedFeatures(KeyedJaggedTensor):
     """The KeyedJaggedTensor of a captured step, whose ``values()`` cannot be read as a whole.
 
-    Attention reads single features by :meth:`rows_of`. Lengths are those of the batch, ``[K B]``.
+    Attention reads single features by :meth:`rows_of`. Lengths are the lengths of the batch, ``[K B]``.
 
     Args:
-        keys, lengths, stride: as of a KeyedJaggedTensor.
-        rows: returns the padded values, and weights if any, of a key, when it is first read.
+        keys, lengths, stride: arguments of a KeyedJaggedTensor.
+        rows: function that returns the padded values, and weights or None, of a key. It is called
+            when the key is first read.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class PaddedFeatures(KeyedJaggedTensor):
         self._rows: dict[str, JaggedTensor] = {}
 
     def rows_of(self, key: str) -> JaggedTensor:
-        """The feature ``key``, with values ``[capacity]``."""
+        """Return the feature ``key``, with values ``[capacity]``."""
         if key not in self._rows:
             begin = self.keys().index(key) * self.stride()
             values, weights = self._read_rows(key)

@@ -18,13 +18,13 @@ from torchrec_jagged_attn.collection.padding import PaddedFeatures, Segments
 
 @dataclass
 class StepInputs:
-    """All that a step reads of one batch.
+    """Tensors, sizes and Python values of one batch that a training step reads.
 
     Attributes:
-        device_type: of the model.
-        tensors: by name; sizes that differ from batch to batch are those of :class:`Segments`.
-        counts: the numbers of rows for which there are capacities, by the names of these.
-        constants: the host's numbers and objects that must be those of the capture.
+        device_type: device type of the model.
+        tensors: tensors by name, :class:`Segments` if their sizes differ from batch to batch.
+        counts: numbers of rows that must not exceed a capacity, by the name of the capacity.
+        constants: Python values and sizes that must equal the values at the capture, by name.
     """
 
     device_type: str
@@ -35,11 +35,14 @@ class StepInputs:
     def add_batch(
         self, name: str, batch: Any, fixed_keys: Container[str], keys: Container[str] | None
     ) -> None:
-        """Add a ``batch``.
+        """Add the tensors and Python values of a batch.
 
-        Of a KeyedJaggedTensor, these are its lengths, and the values and weights of ``keys``
-        (names like ``"batch.sparse_features[history]"``), or of all keys if None. The number of
-        rows of ``fixed_keys`` never varies within a capture.
+        Args:
+            name: name of the batch, with which all names start.
+            batch: the batch.
+            fixed_keys: keys of KeyedJaggedTensors whose number of rows is constant in a capture.
+            keys: features of KeyedJaggedTensors whose values and weights are added, such as
+                ``"batch.sparse_features[history]"``, or None for all. Lengths are always added.
         """
 
         def add(path: str, x: Tensor | KeyedJaggedTensor) -> None:
@@ -65,24 +68,24 @@ class StepInputs:
             if keys is not None and not any(name in keys for name in names):
                 return  # without asking for the numbers of rows, which may be on the device alone
             begin = 0
-            for (of_key, key), count in zip(names.items(), x.length_per_key(), strict=True):
-                if keys is None or of_key in keys:
-                    capacity = None if key in fixed_keys else of_key
+            for (feature, key), count in zip(names.items(), x.length_per_key(), strict=True):
+                if keys is None or feature in keys:
+                    capacity = None if key in fixed_keys else feature
                     if capacity is None:
-                        self.constants[f"the number of rows of {of_key}"] = count
+                        self.constants[f"the number of rows of {feature}"] = count
                     else:
                         self.counts[capacity] = count
                     part = x.values().narrow(0, begin, count)
-                    self.tensors[of_key] = Segments(part, [count], [capacity])
+                    self.tensors[feature] = Segments(part, [count], [capacity])
                     if weights is not None:
                         part = weights.narrow(0, begin, count)
-                        self.tensors[f"{of_key}.weights"] = Segments(part, [count], [capacity])
+                        self.tensors[f"{feature}.weights"] = Segments(part, [count], [capacity])
                 begin += count
 
         replace_tensors(batch, add, self.constants.__setitem__, name)
 
     def add_sizes(self, name: str, counts: Mapping[str, int], constants: Any) -> None:
-        """Add the sizes of what the sharded module ``name`` looks up."""
+        """Add the sizes of the ids that the sharded module ``name`` looks up."""
         self.counts |= {f"{name}: {key}": count for key, count in counts.items()}
         self.constants[f"sizes of {name}"] = constants
 
@@ -94,7 +97,7 @@ class StepInputs:
             self.tensors[f"{name}: {key}"] = x
 
     def has_no_sample(self) -> bool:
-        """Whether a KeyedJaggedTensor has no sample."""
+        """Return whether a KeyedJaggedTensor has no sample."""
         samples = "the number of samples of "
         return any(name.startswith(samples) and x == 0 for name, x in self.constants.items())
 
@@ -102,9 +105,13 @@ class StepInputs:
 def with_static_tensors(
     batch: Any, name: str, static: Callable[[str], Tensor], read: Callable[[str], None]
 ) -> Any:
-    """A copy of ``batch`` with ``static`` tensors, by the names of :meth:`StepInputs.add_batch`.
+    """Return a copy of ``batch`` with other tensors.
 
-    ``read`` is called with the name of each key of a KeyedJaggedTensor when it is first read.
+    Args:
+        batch: the batch.
+        name: name of the batch.
+        static: returns the tensor with a name of :meth:`StepInputs.add_batch`.
+        read: called with the name of a feature of a KeyedJaggedTensor when it is first read.
     """
 
     def replace(path: str, x: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
@@ -113,9 +120,9 @@ def with_static_tensors(
         is_weighted = x.weights_or_none() is not None
 
         def rows(key: str) -> tuple[Tensor, Tensor | None]:
-            of_key = f"{path}[{key}]"
-            read(of_key)
-            return static(of_key), static(f"{of_key}.weights") if is_weighted else None
+            feature = f"{path}[{key}]"
+            read(feature)
+            return static(feature), static(f"{feature}.weights") if is_weighted else None
 
         return PaddedFeatures(x.keys(), static(f"{path}.lengths"), x.stride(), rows)
 
@@ -128,7 +135,7 @@ def replace_tensors(
     constant: Callable[[str, Any], None] = lambda *_: None,
     path: str = "",
 ) -> Any:
-    """A copy of ``x`` in which each tensor and KeyedJaggedTensor is ``replace(path, tensor)``.
+    """Return a copy of ``x`` with ``replace(path, tensor)`` for each tensor and KeyedJaggedTensor.
 
     ``x`` may be a dict, list, tuple, TensorDict, dataclass, or another object with attributes, and
     each of these may hold others. ``constant`` is called with all other values.
@@ -165,21 +172,21 @@ def replace_tensors(
 
 
 def _attributes(x: Any) -> dict[str, Any]:
-    """The attributes of ``x``, also those in slots."""
+    """Return the attributes of ``x``, slots included."""
     slots = [name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ())]
-    of_slots = {name: getattr(x, name) for name in slots if hasattr(x, name)}
-    return of_slots | getattr(x, "__dict__", {})
+    slot_values = {name: getattr(x, name) for name in slots if hasattr(x, name)}
+    return slot_values | getattr(x, "__dict__", {})
 
 
 def difference(x: Mapping[str, Any], y: Mapping[str, Any]) -> str | None:
-    """The first name whose values differ, if there is one."""
+    """Return the first name whose values differ, or None."""
     if x.keys() != y.keys():
         return min(x.keys() ^ y.keys())
     return next((name for name in x if not is_same(x[name], y[name])), None)
 
 
 def is_same(x: Any, y: Any) -> bool:
-    """Whether ``x == y``, also of values that cannot be compared: these differ."""
+    """Return whether ``x == y``. Values that cannot be compared differ."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return torch.equal(x, y)
     try:
@@ -189,7 +196,7 @@ def is_same(x: Any, y: Any) -> bool:
 
 
 def clone_tensors(x: Any) -> Any:
-    """A copy of ``x`` whose tensors are copies without gradients."""
+    """Return a copy of ``x`` with detached copies of its tensors."""
     return replace_tensors(x, lambda _, tensor: _clone(tensor))
 
 
@@ -198,7 +205,7 @@ def _clone(x: Tensor | KeyedJaggedTensor) -> Tensor | KeyedJaggedTensor:
 
 
 def tensors_of(x: Any) -> list[Tensor]:
-    """All tensors in ``x``."""
+    """Return all tensors in ``x``."""
     found: list[Tensor] = []
 
     def add(_: str, tensor: Any) -> Any:

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardedModule
 
 
 class DenseParameter(NamedTuple):
-    """A parameter, the module that has it, and its names in this module and in the model."""
+    """A parameter, its module, and its names in the module and in the model."""
 
     module: nn.Module
     name: str
@@ -21,7 +21,7 @@ class DenseParameter(NamedTuple):
 
 
 def dense_modules(model: nn.Module) -> dict[nn.Module, str]:
-    """All modules in ``model`` but sharded ones and their children, with their names."""
+    """Return all modules of ``model`` except sharded modules and their children, with names."""
     modules: dict[nn.Module, str] = {}
 
     def add(module: nn.Module, name: str) -> None:
@@ -35,7 +35,7 @@ def dense_modules(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def dense_parameters(model: nn.Module) -> list[DenseParameter]:
-    """The parameters of :func:`dense_modules`, for each module one that several share."""
+    """Return the parameters of :func:`dense_modules`, a shared one once for each of its modules."""
     return [
         DenseParameter(module, name, f"{prefix}.{name}" if prefix else name, parameter)
         for module, prefix in dense_modules(model).items()
@@ -46,7 +46,7 @@ def dense_parameters(model: nn.Module) -> list[DenseParameter]:
 
 @contextlib.contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Give the buffers of :func:`dense_modules` their values back at the end.
+    """Restore the values of the buffers of :func:`dense_modules` on exit.
 
     Raises:
         NotImplementedError: a buffer was replaced by another tensor.

@@ -33,7 +33,7 @@ MARK = 0x3DCCD100  # the bits of a number near 0.1
 
 
 def capturable_tables(module: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen] | None:
-    """The tables of a sharded module if its lookups can be in a CUDA graph, else None."""
+    """Return the tables of a sharded module, or None if a CUDA graph cannot contain its lookups."""
     tables: list[SplitTableBatchedEmbeddingBagsCodegen] = []
     lookups: Any = module._lookups
     for lookup in lookups:
@@ -62,7 +62,7 @@ def _is_capturable(table: SplitTableBatchedEmbeddingBagsCodegen) -> bool:
 
 
 def state_of_tables(table: SplitTableBatchedEmbeddingBagsCodegen) -> list[Any]:
-    """Addresses and numbers that a capture freezes."""
+    """Return the addresses and numbers of a table that a capture freezes."""
     names = (f"{name}_{place}" for name in ("weights", "momentum1") for place in ("dev", "host"))
     tensors = (getattr(table, name, None) for name in names)
     addresses = [x.data_ptr() for x in tensors if isinstance(x, Tensor)]
@@ -111,11 +111,13 @@ class LearningRates:
             try:
                 self._driver = ctypes.CDLL("libcuda.so.1")
             except OSError as error:
-                raise LearningRateError(f"the CUDA driver must be there, got {error}") from error
+                raise LearningRateError(
+                    f"the CUDA driver must be installed, got {error}"
+                ) from error
 
     @contextlib.contextmanager
     def marked(self) -> Iterator[None]:
-        """Capture within it: the learning rate of each table is a number of its own."""
+        """Give each table a unique learning rate in this context, for the capture."""
         rates = [table.get_learning_rate() for table in self._tables]
         try:
             for i, table in enumerate(self._tables):
@@ -127,7 +129,7 @@ class LearningRates:
                 table.set_learning_rate(rate)
 
     def find_in(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Find the launches with learning rates in a captured graph."""
+        """Find the kernel launches of a captured graph that have a learning rate."""
         if not self._tables:  # of this rank
             return
         if not hasattr(self._driver, "cuFuncGetParamInfo"):
@@ -158,15 +160,15 @@ class LearningRates:
             function, ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)
         ):
             sizes.append(size.value)
-        for index, size_of_one in enumerate(sizes):
-            if size_of_one == 4:
+        for index, num_bytes in enumerate(sizes):
+            if num_bytes == 4:
                 bits = ctypes.cast(params.arguments[index], ctypes.POINTER(ctypes.c_uint32))[0]
                 if 0 <= bits - MARK < len(self._tables):
                     launch = _Launch(node, params, index, len(sizes), bits - MARK)
                     self._launches.append(launch)
 
     def update(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Have the next replays of ``graph`` use the current learning rates."""
+        """Set the current learning rates of the tables in the instantiated ``graph``."""
         rates = [table.get_learning_rate() for table in self._tables]
         for launch in self._launches:
             if rates[launch.table] != self._captured[launch.table]:

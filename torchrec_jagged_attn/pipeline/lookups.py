@@ -1,7 +1,7 @@
-"""Lookups of sharded modules: the ids of a batch, the rows found, and the output made of them.
+"""Lookups of sharded modules: the ids of a batch, the rows looked up, and the module's output.
 
-A captured step begins behind the rows if lookups are outside the graph, and behind the ids if they
-are inside. What follows then reads static copies of the tensors named here.
+A captured step starts from the rows if lookups are outside the graph, and from the ids if they are
+inside. It reads static copies of their tensors.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Lookup(Protocol):
     """The rows that a sharded module looked up for one batch."""
 
     def tensors(self) -> Mapping[str, Tensor | Segments]:
-        """All tensors that :meth:`output` reads."""
+        """Return all tensors that :meth:`output` reads."""
         ...
 
     def with_tensors(self, tensors: Mapping[str, Tensor], capacities: Capacities) -> Lookup:
-        """A copy that reads the static counterparts of :meth:`tensors`."""
+        """Return a copy that reads the static counterparts of :meth:`tensors`."""
         ...
 
     def output(self) -> Any:
-        """What the forward of the module returns."""
+        """Return the output of the module's forward."""
         ...
 
 
@@ -43,26 +43,27 @@ class Ids(Protocol):
     """The ids of one batch that a sharded module looks up on this rank."""
 
     def counts(self) -> dict[str, int]:
-        """Numbers of rows, by the names of their capacities."""
+        """Return the numbers of rows, by the names of their capacities."""
         ...
 
     def constants(self) -> tuple[Any, ...]:
-        """All other numbers of the host that lookups and outputs read."""
+        """Return all other Python numbers that lookups and outputs read."""
         ...
 
     def num_ids(self) -> tuple[Any, ...] | None:
-        """Numbers of ids for which there is no capacity, if the lookup is in a graph.
+        """Return the numbers of ids that must not vary if the lookup is in a graph.
 
-        None if the host does not know those of each group of tables: then it cannot be in one.
+        Returns None if the number of ids of a group of tables is not known on the host. The lookup
+        cannot be in a graph then.
         """
         ...
 
     def tensors(self) -> Mapping[str, Tensor | Segments]:
-        """All tensors that :meth:`look_up` reads."""
+        """Return all tensors that :meth:`look_up` reads."""
         ...
 
     def with_tensors(self, tensors: Mapping[str, Tensor], capacities: Capacities) -> Ids:
-        """A copy that reads the static counterparts of :meth:`tensors`."""
+        """Return a copy that reads the static counterparts of :meth:`tensors`."""
         ...
 
     def look_up(self, detach: bool = False) -> Lookup:
@@ -71,9 +72,12 @@ class Ids(Protocol):
 
 
 def ids_of(module: ShardedModule, context: Any, ids: Any, fixed: set[str]) -> Ids:
-    """The ``ids`` that the input dist of ``module`` returned together with ``context``.
+    """Return the ids of a batch that a sharded module looks up.
 
-    ``fixed`` are the features with a fixed number of rows, by the names in the output.
+    Args:
+        module: the sharded module.
+        context, ids: results of its input dist.
+        fixed: features with a fixed number of rows, by their names in the output.
     """
     if isinstance(module, ShardedHistoryEmbeddingCollection):
         return _HistoryIds(module, context, ids)
@@ -89,7 +93,7 @@ def _detach(rows: Tensor, detach: bool) -> Tensor:
 
 
 class _BagIds:
-    """Ids of pooled features: of each lookup, of the samples of all ranks."""
+    """Ids of pooled features, for each lookup, of the samples of all ranks."""
 
     def __init__(
         self,
@@ -191,13 +195,13 @@ class _BagRows:
 
 
 class _SequenceIds:
-    """Ids of an EmbeddingCollection that sends no rows to other ranks, of each of its lookups.
+    """Ids of an EmbeddingCollection that sends no rows to other ranks.
 
     Args:
         module: the EmbeddingCollection.
-        ids: of each lookup.
-        lengths: of each lookup, ``[features, B]``.
-        fixed: the features with a fixed number of rows.
+        ids: ids of each lookup.
+        lengths: lengths of each lookup, ``[features, B]``.
+        fixed: features with a fixed number of rows.
     """
 
     def __init__(
@@ -210,14 +214,14 @@ class _SequenceIds:
         self._module, self._ids, self._lengths, self._fixed = module, ids, lengths, fixed
 
     def _names(self) -> list[list[str | None]]:
-        """The names of the capacities of features."""
-        names = self._module._embedding_names_per_sharding
-        return [[None if x in self._fixed else x for x in of_lookup] for of_lookup in names]
+        """Return the names of the capacities of the features of each lookup."""
+        features_per_lookup = self._module._embedding_names_per_sharding
+        return [[None if x in self._fixed else x for x in xs] for xs in features_per_lookup]
 
     def _sizes(self) -> list[tuple[str | None, int]]:
         counts = (x.length_per_key() for x in self._ids)
         pairs = zip(self._names(), counts, strict=True)
-        return [pair for of_lookup in pairs for pair in zip(*of_lookup, strict=True)]
+        return [pair for lists in pairs for pair in zip(*lists, strict=True)]
 
     def counts(self) -> dict[str, int]:
         return {name: count for name, count in self._sizes() if name is not None}
@@ -266,10 +270,10 @@ class _SequenceRows:
 
     Args:
         module: the EmbeddingCollection.
-        rows: of each lookup, ``[N, D]``, one feature after the other.
-        lengths: of each lookup, ``[features, B]``.
-        counts: of each lookup, the number of rows of each feature.
-        names: of each lookup, the names of the capacities of features.
+        rows: rows of each lookup, ``[N, D]``, one feature after the other.
+        lengths: lengths of each lookup, ``[features, B]``.
+        counts: numbers of rows of the features of each lookup.
+        names: names of the capacities of the features of each lookup.
     """
 
     def __init__(
@@ -294,7 +298,7 @@ class _SequenceRows:
         rows = [tensors[f"rows {i}"] for i in range(len(self._rows))]
         lengths = [tensors[f"lengths {i}"] for i in range(len(self._rows))]
         pairs = zip(self._names, self._counts, strict=True)
-        counts = [[*map(capacities, names, of_lookup)] for names, of_lookup in pairs]
+        counts = [[*map(capacities, names, numbers)] for names, numbers in pairs]
         return _SequenceRows(self._module, rows, lengths, counts, self._names)
 
     def output(self) -> dict[str, JaggedTensor]:
@@ -342,7 +346,7 @@ class _HistoryIds:
 
 
 class _HistoryRows:
-    """Rows of which those of histories stay with their owner ranks."""
+    """Rows of an EmbeddingCollection with attention on the owner ranks of history rows."""
 
     def __init__(self, module: ShardedHistoryEmbeddingCollection, looked_up: LookedUp) -> None:
         self._module, self._looked_up = module, looked_up

@@ -45,7 +45,7 @@ class StaticTensors:
         self._blocks: dict[str, list[int]] = {}  # the sizes of the blocks of Segments
 
     def __getitem__(self, name: str) -> Tensor:
-        """The static tensor ``name``, filled with the first batch when it is first asked for."""
+        """Return the static tensor ``name``, which the first access creates and fills."""
         if name not in self._tensors:
             x = self._inputs.tensors[name]
             if isinstance(x, Segments):
@@ -105,11 +105,11 @@ class StaticTensors:
             torch._foreach_copy_(into, sources)  # pyright: ignore[reportPrivateImportUsage]
 
     def trained(self) -> dict[str, Tensor]:
-        """Those that have a gradient."""
+        """Return the static tensors that require a gradient, by name."""
         return {name: x for name, x in self._tensors.items() if x.requires_grad}
 
     def compact(self, name: str, gradient: Tensor, x: Tensor | Segments) -> Tensor:
-        """The ``gradient`` of the rows of ``x``, without those behind the segments."""
+        """Return the ``gradient`` of the segments of ``x``, without the rows of padding."""
         if not isinstance(x, Segments):
             return gradient
         blocks = zip(gradient.split(self._blocks[name]), x.counts, strict=True)
@@ -120,19 +120,20 @@ class StaticTensors:
 class PaddedStep:
     """A training step on static tensors of fixed sizes, without the optimizers of dense layers.
 
-    On a GPU it is captured in a CUDA graph, on a CPU it runs each time. Lookups that are inside
-    are a part of it, forward and backward with the update of their tables. Of the others, it reads
-    the rows, and returns a function that runs their backward.
+    On a GPU it is captured in a CUDA graph, on a CPU it runs eagerly. It includes lookups inside
+    the graph, forward and backward with the update of their tables. It reads the rows of lookups
+    outside the graph, and returns a function that runs their backward.
 
     Args:
         model: without DistributedModelParallel and DistributedDataParallel.
         group: the ranks over which gradients of dense parameters are averaged, or None.
-        batch, results: a batch, and the results of modules that ran on it before the input dist.
-        lookups: the rows that sharded modules looked up, of lookups outside.
-        ids: the ids of sharded modules whose lookups are inside.
-        inputs: all tensors of these.
-        capacities: by name.
-        optimized: the parameters that the optimizer has.
+        batch: a batch.
+        results: results of modules that ran on the batch before the input dist, by name.
+        lookups: rows of sharded modules whose lookups are outside the graph, by name.
+        ids: ids of sharded modules whose lookups are inside the graph, by name.
+        inputs: tensors of the batch, results, rows and ids.
+        capacities: capacities by name.
+        optimized: parameters of the optimizer.
     """
 
     def __init__(
@@ -169,8 +170,8 @@ class PaddedStep:
             name: with_static(name, x) for name, x in lookups.items()
         }
         self._ids: dict[str, Ids] = {name: with_static(name, x) for name, x in ids.items()}
-        # Gradients of a parameter are accumulated on the stream on which autograd first met it, in
-        # DistributedDataParallel the one on which the model was built: a capture needs new ones.
+        # Autograd accumulates the gradient of a parameter on the stream of its first use, which is
+        # not the stream of the capture: a capture needs new parameters with the same memory.
         self._parameters = [x for x in dense_parameters(model) if x.parameter.requires_grad]
         self._trained = list(dict.fromkeys(x.parameter for x in self._parameters))
         self._aliases = {x: nn.Parameter(x.detach()) for x in self._trained}
@@ -181,7 +182,7 @@ class PaddedStep:
         self.run(update_tables=False)
 
     def run(self, update_tables: bool = True) -> None:
-        """Forward and backward on the static tensors, as they are."""
+        """Run forward and backward on the current values of the static tensors."""
         outputs = {name: x.output for name, x in self._lookups.items()}
         outputs |= {
             name: (lambda x=x: x.look_up(detach=not update_tables).output())
@@ -241,10 +242,11 @@ class PaddedStep:
         self._static.close()
 
     def train(self, inputs: StepInputs) -> tuple[Tensor, Any, Callable[[], None]]:
-        """Run the step on ``inputs``, which fit.
+        """Run the step on ``inputs``, which must fit the capacities.
 
-        Returns copies of losses and outputs, and a function that computes the gradients of lookups
-        outside, which updates their tables, and sets those of dense parameters.
+        Returns:
+            Copies of losses and outputs, and a function that runs the backward of lookups outside
+            the graph, with the update of their tables, and sets gradients of dense parameters.
         """
         self._check_cleared()
         self._static.fill(inputs)
@@ -271,7 +273,7 @@ class PaddedStep:
         return clone_tensors(self._losses), clone_tensors(self._outputs), backward
 
     def epsilon(self) -> float:
-        """The relative precision of the least precise dtype."""
+        """Return the machine epsilon of the least precise dtype."""
         tensors = tensors_of(self._outputs), self._static.trained().values(), self._trained
         dtypes = [x.dtype for x in itertools.chain(*tensors) if x.is_floating_point()]
         for device_type in ("cuda", "cpu"):
@@ -280,12 +282,12 @@ class PaddedStep:
         return max((torch.finfo(x).eps for x in dtypes), default=torch.finfo(torch.float32).eps)
 
     def without_gradient(self) -> set[nn.Parameter]:
-        """Parameters that have none."""
+        """Return the parameters without a gradient."""
         pairs = zip(self._trained, self._gradients, strict=True)
         return {parameter for parameter, gradient in pairs if gradient is None}
 
     def _check_cleared(self) -> None:
-        """Refuse gradients of the last step that no optimizer has cleared, to accumulate more."""
+        """Raise an error if the optimizer did not clear the gradients of the last step."""
         for parameter, (gradient, version) in zip(
             self._trained, self._last_gradients, strict=False
         ):
@@ -303,7 +305,7 @@ class PaddedStep:
 
     @contextlib.contextmanager
     def _gradients_of_aliases_alone(self) -> Iterator[None]:
-        """Refuse gradients of the parameters for which there are aliases."""
+        """Raise an error if a parameter itself, rather than its alias, gets a gradient."""
         saved = [parameter.grad for parameter in self._trained]
         try:
             for parameter in self._trained:
@@ -317,8 +319,8 @@ class PaddedStep:
             names = [x.full_name for x in self._parameters if x.parameter in found]
             raise NotImplementedError(
                 "parameters must be read as attributes of their modules with "
-                f"TrainPipelineCudaGraph, got {names}, which are also read from a list or so: use "
-                "TrainPipelineSparseDist"
+                f"TrainPipelineCudaGraph, got {names}, which are also read elsewhere, such as from "
+                "a list: use TrainPipelineSparseDist"
             )
 
     @contextlib.contextmanager
@@ -333,16 +335,16 @@ class PaddedStep:
                 setattr(x.module, x.name, x.parameter)
 
     def _average(self, gradients: list[Tensor | None], group: dist.ProcessGroup) -> None:
-        """Average over the ranks, as DistributedDataParallel does."""
+        """Average gradients over ranks, as DistributedDataParallel does."""
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, gradient in enumerate(gradients):
             if gradient is not None:
                 by_dtype.setdefault(gradient.dtype, []).append(i)
         for indices in by_dtype.values():
-            of_dtype = [gradients[i] for i in indices]
-            flat = _flatten_dense_tensors(of_dtype).div_(group.size())
+            tensors = [gradients[i] for i in indices]
+            flat = _flatten_dense_tensors(tensors).div_(group.size())
             dist.all_reduce(flat, group=group)
-            views = _unflatten_dense_tensors(flat, of_dtype)
+            views = _unflatten_dense_tensors(flat, tensors)
             for i, gradient in zip(indices, views, strict=True):
                 gradients[i] = gradient
 
@@ -358,7 +360,7 @@ def _detach_output(_: str, x: Tensor | KeyedJaggedTensor) -> Tensor:
 
 @contextlib.contextmanager
 def autocast_cache_off() -> Iterator[None]:
-    """Neither take casts of parameters from autocast's cache, nor leave some in it."""
+    """Disable autocast's cache of casts, and clear it on entry and exit."""
     was_on = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()
@@ -371,7 +373,7 @@ def autocast_cache_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_name_modules(model: nn.Module) -> Iterator[None]:
-    """Have errors of a capture say which module of ``model`` ran, and what to use instead."""
+    """Add the module of ``model`` that ran, and what to use instead, to errors of a capture."""
     entered: list[nn.Module] = []
     hook = register_module_forward_pre_hook(lambda module, _: entered.append(module))
     try:
@@ -397,7 +399,7 @@ def errors_name_modules(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def modules_return(model: nn.Module, outputs: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
-    """Have the forward of each module in ``outputs``, by its name, return the output instead."""
+    """Replace the forward of each module in ``outputs``, by name, with a call of its output."""
     forwards = []
     try:
         for name, output in outputs.items():

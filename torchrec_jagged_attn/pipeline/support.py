@@ -1,4 +1,4 @@
-"""What ``TrainPipelineCudaGraph`` refuses, and what to use instead."""
+"""Models and arguments that ``TrainPipelineCudaGraph`` does not support."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refusal(what: str, got: str, use: str = "TrainPipelineSparseDist") -> NotImp
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments of ``TrainPipelineSparseDist`` that a captured step cannot respect."""
+    """Raise an error for arguments of ``TrainPipelineSparseDist`` that are not supported."""
     for name in REFUSED_ARGUMENTS:
         if value := arguments.get(name):
             got = "True" if value is True else f"a {type(value).__name__}"
@@ -46,7 +46,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse wrappers of the model, and of its layers, whose communication is not captured."""
+    """Raise an error for wrappers, hooks and optimizers that a capture does not include."""
     if isinstance(model, DMPCollection):
         raise refusal("the model must be a DistributedModelParallel", "a DMPCollection")
     if not isinstance(model, DistributedModelParallel):
@@ -83,7 +83,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_modules(model: nn.Module, pipelined: Collection[nn.Module], world_size: int) -> None:
-    """Refuse sharded modules of which something is not captured."""
+    """Raise an error for sharded modules that a capture does not support."""
     attended = {
         lookup
         for collection in model.modules()
@@ -104,7 +104,7 @@ def check_modules(model: nn.Module, pipelined: Collection[nn.Module], world_size
         kind = type(module).__name__
         if isinstance(module, ShardedEmbeddingBagCollection):
             if type(module) is not ShardedEmbeddingBagCollection:
-                raise refusal("sharded modules must be those of TorchRec", f"a {kind}")
+                raise refusal("sharded modules must be classes of TorchRec", f"a {kind}")
         elif not isinstance(module, ShardedEmbeddingCollection):
             raise refusal(
                 "sharded modules must be of an EmbeddingBagCollection or "
@@ -134,7 +134,7 @@ def check_modules(model: nn.Module, pipelined: Collection[nn.Module], world_size
 
 
 def check_step(model: nn.Module, has_given_optimizer: bool) -> None:
-    """Refuse what can change between steps."""
+    """Raise an error for settings of a step that are not supported."""
     wrapper = model._dmp_wrapped_module
     if not has_given_optimizer or not getattr(wrapper, "require_backward_grad_sync", True):
         raise refusal("gradients must not be accumulated over batches", "gradient accumulation")
@@ -143,7 +143,7 @@ def check_step(model: nn.Module, has_given_optimizer: bool) -> None:
 
 
 def set_group(module: nn.Module, old: dist.ProcessGroup, new: dist.ProcessGroup) -> None:
-    """Have the input dist of a sharded ``module`` communicate in the group ``new``."""
+    """Set the process group of the input dist of a sharded module."""
     if isinstance(module, ShardedHistoryEmbeddingCollection):
         module._exchange.group = new
         return

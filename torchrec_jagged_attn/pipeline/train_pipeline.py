@@ -71,21 +71,21 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
     All ranks train as many batches as the rank with the fewest. With
     ``TORCHREC_JAGGED_ATTN_VALIDATE=1`` all steps are eager.
 
-    Python numbers that a forward reads, such as a temperature that a schedule changes, are those of
-    the capture. ``docs/how_to/cuda_graphs.md`` lists what is captured and what is refused.
+    A replay uses the Python numbers that the forward read at the capture, such as a temperature
+    that a schedule changes. ``docs/how_to/cuda_graphs.md`` lists supported models and options.
 
     Args:
         model: a ``DistributedModelParallel`` whose sharded modules are EmbeddingBagCollections and
             TargetAttentionEmbeddingBagCollections.
-        optimizer, device, args, kwargs: as for the ``TrainPipelineSparseDist`` of the installed
+        optimizer, device, args, kwargs: arguments of ``TrainPipelineSparseDist`` in the installed
             version of TorchRec.
 
     Attributes:
-        num_replayed_steps: steps trained by the captured (on a CPU, the padded) step.
-        eager_steps: the number of eager steps by their reason.
-        num_captures: how often the step was captured.
-        lookups: of each sharded module, by its name, whether its lookups are ``"inside"`` or
-            ``"outside"`` the graph. They are inside for tables in GPU memory that SGD, Adagrad or
+        num_replayed_steps: number of steps trained by the captured (on a CPU, the padded) step.
+        eager_steps: number of eager steps by reason.
+        num_captures: number of captures.
+        lookups: ``"inside"`` or ``"outside"`` for each sharded module, by name: whether its lookups
+            are inside the graph. They are inside for tables in GPU memory that SGD, Adagrad or
             RowWiseAdagrad trains without weight decay, but not with
             ``torch.use_deterministic_algorithms``, since padding changes the order of sums.
 
@@ -139,7 +139,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._is_unchanged = _Agreement((False,), None)
         self._is_verified = False
         self._counts: dict[str, int] = {}  # the largest numbers of rows, by name of the capacity
-        self._num_ids: dict[str, tuple[Any, ...]] = {}  # those of lookups without a capacity
+        self._num_ids: dict[str, tuple[Any, ...]] = {}  # numbers of ids of lookups, by module
         self._with_varying_ids: set[str] = set()  # modules where these differ between batches
         self._with_gradient: set[nn.Parameter] = set()  # dense ones that eager steps train
         self._num_warm_up_steps = 0
@@ -216,7 +216,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return self._model.module  # pyright: ignore[reportReturnType]
 
     def _forward(self, batch: Any) -> tuple[Tensor, Any]:
-        """What TorchRec's pipeline calls in place of the model."""
+        """Run the forward of a step. TorchRec's pipeline calls it in place of the model."""
         prepared, self._next_step = self._next_step, None
         if prepared is None or prepared[0].batch is not batch:
             prepared = self._prepare(0)
@@ -277,7 +277,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return step, agreement
 
     def _misfit(self, step: _Step) -> tuple[str | None, bool]:
-        """Why a batch does not fit the captured step, and whether a larger capacity would do."""
+        """Return why a batch does not fit the captured step, and whether by a capacity."""
         if self._captured_step is None:
             return None, True
         differs = difference(step.inputs.constants, self._captured_sizes)
@@ -293,11 +293,11 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return None, True
 
     def _inside(self) -> list[str]:
-        """The modules whose lookups are inside the graph."""
+        """Return the names of modules whose lookups are inside the graph."""
         return [name for name, where in self.lookups.items() if where == "inside"]
 
     def _why_eager(self, step: _Step) -> str | None:
-        """Why a step on this batch is not captured, if it is not."""
+        """Return why a step on this batch must be eager, or None."""
         if not self._model.training:
             return "evaluation"
         if os.environ.get("TORCHREC_JAGGED_ATTN_VALIDATE") == "1":
@@ -307,7 +307,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return None
 
     def _is_frequent(self, is_capacity: bool, is_repeated: bool) -> bool:
-        """Whether so many steps were eager that the step is captured again."""
+        """Return whether so many steps were eager that the step is captured again."""
         self._num_repeated = self._num_repeated + 1 if is_repeated else 0
         if is_capacity:
             return sum(self._last_steps) > MOST_EAGER_STEPS
@@ -386,7 +386,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return captured, None
 
     def _choose_inside(self) -> dict[str, list[Any]]:
-        """The tables of modules whose lookups can be inside the graph, by names of the modules."""
+        """Return the tables of modules whose lookups can be inside the graph, by module name."""
         inside = {}
         if not torch.are_deterministic_algorithms_enabled():
             for name, module, _ in self._sharded:
@@ -418,7 +418,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return captured
 
     def _group_of_gradients(self) -> dist.ProcessGroup | None:
-        """The ranks over which gradients of dense parameters are averaged."""
+        """Return the process group over which gradients of dense parameters are averaged."""
         is_averaged = isinstance(self._model._dmp_wrapped_module, DistributedDataParallel)
         return self._ranks.group if is_averaged and self._ranks.size > 1 else None
 
@@ -450,7 +450,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         found = found or _difference(tensors_of(result), eager, others, epsilon)
         if not self._ranks.start(not found).wait()[0]:
             raise RuntimeError(
-                "outputs of the captured step must be those of an eager step, got "
+                "outputs of the captured step must equal the outputs of an eager step, got "
                 f"{found or 'a difference on another rank'}. A forward that reads Python "
                 "numbers which change from batch to batch, or that changes its batch, must use "
                 "TrainPipelineSparseDist"
@@ -461,7 +461,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
     def _eager_outputs(
         self, batch: Any, outputs: dict[str, Callable[[], Any]], seed: int | None
     ) -> list[Tensor]:
-        """The tensors that an eager forward returns, if modules return ``outputs``."""
+        """Return the output tensors of an eager forward, with ``outputs`` of sharded modules."""
         with self._nothing_changes(), autocast_cache_off():
             if seed is not None:
                 torch.manual_seed(seed)
@@ -470,13 +470,13 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
 
     @contextlib.contextmanager
     def _nothing_changes(self) -> Iterator[None]:
-        """Restore buffers and the states of random generators at the end."""
+        """Restore buffers and the states of random generators on exit."""
         devices = [] if self._stream is None else [self._stream.device]
         with torch.random.fork_rng(devices), restored_buffers(self._unwrapped):
             yield
 
     def _state_of_model(self) -> list[Any]:
-        """What a replay assumes of the model and of PyTorch's settings."""
+        """Return the settings, modules and addresses that must not change between replays."""
         state: list[Any] = [
             torch.is_autocast_enabled(self._device.type),
             torch.get_autocast_dtype(self._device.type),
@@ -499,11 +499,11 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
 
 
 class _Step:
-    """A batch, what modules before the input dist made of it, and the ids that it looks up.
+    """A batch, results of modules that ran on it before the input dist, and ids to look up.
 
     Attributes:
-        lookups: the rows of sharded modules, once they are looked up.
-        inputs: what a captured step reads.
+        lookups: rows of sharded modules, by name, after :meth:`look_up`.
+        inputs: inputs of a captured step.
     """
 
     def __init__(
@@ -519,7 +519,7 @@ class _Step:
         self.lookups: dict[str, Lookup] = {}
 
     def read_keys(self, fixed_keys: set[str], read: set[str] | None) -> None:
-        """Make inputs anew, with the keys ``read`` of KeyedJaggedTensors, or all if None."""
+        """Create ``inputs`` with the features ``read`` of KeyedJaggedTensors, or all if None."""
         self.inputs = StepInputs(self.inputs.device_type)
         for name, x in {"batch": self.batch, **self.results}.items():
             self.inputs.add_batch(name, x, fixed_keys, read)
@@ -527,13 +527,13 @@ class _Step:
             self.inputs.add_sizes(name, ids.counts(), ids.constants())
 
     def record_stream(self, stream: torch.cuda.Stream, producer: Any) -> None:
-        """Have ``stream`` wait for the ids, and their memory for ``stream``."""
+        """Make ``stream`` wait for the ids, and record that it uses their memory."""
         stream.wait_stream(producer)
         for x in self._received:
             x.record_stream(stream)
 
     def look_up(self, inside: Container[str] = ()) -> _Step:
-        """Look up the rows, but not of modules whose lookups are ``inside`` the graph."""
+        """Look up the rows of modules whose lookups are not ``inside`` the graph."""
         for name, ids in self.ids.items():
             if name in inside:
                 self.inputs.add_tensors(name, ids.tensors())
@@ -544,7 +544,7 @@ class _Step:
         return self
 
     def outputs(self) -> dict[str, Callable[[], Any]]:
-        """What the forwards of sharded modules return, by their names."""
+        """Return functions that compute the outputs of sharded modules, by module name."""
         return _outputs(self.lookups)
 
 
@@ -553,7 +553,7 @@ def _outputs(lookups: dict[str, Lookup]) -> dict[str, Callable[[], Any]]:
 
 
 class _Agreement:
-    """Flags of a rank, on their way to those of all ranks."""
+    """Flags of one rank, reduced over all ranks by logical and."""
 
     def __init__(self, flags: tuple[bool, ...], group: dist.ProcessGroup | None) -> None:
         self._flags, self._work = [*flags], None
@@ -562,7 +562,7 @@ class _Agreement:
             self._work = dist.all_reduce(self._bits, dist.ReduceOp.BAND, group, async_op=True)
 
     def wait(self) -> list[bool]:
-        """Whether each flag is true on all ranks."""
+        """Return whether each flag is true on all ranks."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -572,14 +572,14 @@ class _Agreement:
 
 
 def _new_group(group: dist.ProcessGroup, **options: Any) -> Any:
-    """Another process group of the ranks of ``group``, which may be a part of all ranks."""
+    """Create another process group of the ranks of ``group``, which may be a subset of all."""
     ranks = dist.get_process_group_ranks(group)
     is_part = len(ranks) < dist.get_world_size()
     return dist.new_group(ranks, use_local_synchronization=is_part, **options)
 
 
 class _Ranks:
-    """Decisions that all ranks of ``group`` make alike, on their CPUs."""
+    """Collectives on the CPU, by which all ranks of ``group`` make the same decisions."""
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         self.group, self.size = group, size
@@ -588,11 +588,11 @@ class _Ranks:
             self._cpu_group = _new_group(group, backend="gloo")
 
     def start(self, *flags: bool) -> _Agreement:
-        """Start to find out whether each of ``flags`` is true on all ranks."""
+        """Start to reduce ``flags`` over all ranks."""
         return _Agreement(flags, self._cpu_group)
 
     def largest(self, counts: dict[str, int], names: set[str]) -> tuple[dict[str, int], set[str]]:
-        """The largest of the ranks' counts, by name, and the names of all ranks."""
+        """Return the largest of the ranks' counts, by name, and the union of ``names``."""
         if self.size == 1:
             return counts, names
         per_rank: list[Any] = [None] * self.size
@@ -605,10 +605,16 @@ class _Ranks:
 def _difference(
     outputs: list[Tensor], eager: list[Tensor], others: list[list[Tensor]], epsilon: float
 ) -> str:
-    """How ``outputs`` differ from those of an eager forward, if they do by more than rounding.
+    """Describe how outputs differ from an eager forward by more than rounding, or return "".
 
-    The bound is half of the digits of the least precise dtype, relative to the largest output, and
-    10 times what ``others`` with other seeds differ by, as with dropout.
+    The bound is ``sqrt(epsilon)`` times the largest absolute output, plus 10 times the differences
+    between eager forwards with different seeds, for example with dropout.
+
+    Args:
+        outputs: outputs of the captured step.
+        eager: outputs of an eager forward.
+        others: outputs of eager forwards with other seeds.
+        epsilon: machine epsilon of the least precise dtype.
     """
     for i, (x, y, *with_other_seeds) in enumerate(zip(outputs, eager, *others, strict=True)):
         if x.numel() == 0:
