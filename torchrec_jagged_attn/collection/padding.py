@@ -55,7 +55,7 @@ class PaddedValuesError(RuntimeError):
 class PaddedFeatures(KeyedJaggedTensor):
     """The KeyedJaggedTensor of a captured step, whose ``values()`` cannot be read as a whole.
 
-    Attention reads single features by :meth:`rows_of`. Lengths are the lengths of the batch, ``[K B]``.
+    Attention reads single features by :meth:`rows_of`. ``lengths()`` has no padding, ``[K B]``.
 
     Args:
         keys, lengths, stride: arguments of a KeyedJaggedTensor.

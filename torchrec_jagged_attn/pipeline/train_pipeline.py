@@ -349,6 +349,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             torch.cuda.empty_cache()  # the graph has memory of its own
         step.read_keys(self._fixed_keys, None)  # a model may read any
         self._note(step)
+        self._check_model_of_all_ranks()
         counts, varying = self._ranks.largest(self._counts, self._with_varying_ids)
         self._with_varying_ids = varying
         capacities = {name: math.ceil(HEADROOM * n) for name, n in counts.items()}
@@ -373,11 +374,20 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         what = "Captured" if self._stream is not None else "Made"
         logger.info("%s a step; lookups: %s; capacities: %s", what, self.lookups, capacities)
 
+    def _check_model_of_all_ranks(self) -> None:
+        """Raise an error on all ranks if the model of one is not supported."""
+        error = None
+        try:
+            check_model(self._model)
+        except Exception as e:  # other ranks would wait for this one
+            error = e
+        if not self._ranks.start(error is None).wait()[0]:
+            raise error or RuntimeError("the capture failed on another rank, see its error")
+
     def _try_to_capture(
         self, step: _Step, capacities: dict[str, int], inside: dict[str, list[Any]]
     ) -> tuple[PaddedStep | None, Exception | None]:
         try:
-            check_model(self._model)
             with errors_name_modules(self._unwrapped), self._nothing_changes():
                 captured = self._make_step(step, capacities, inside)
             self._check_gradients(captured)
