@@ -275,6 +275,19 @@ def train_layer(device: torch.device, layer: nn.Module) -> str:
     return error_of(lambda: train(pipeline, batches))
 
 
+def train_with_hook_on_a_rank(device: torch.device) -> str:
+    """The hook is added to a parameter after the capture."""
+
+    def change(step: int, pipeline: Any) -> None:
+        if step == CHANGED and dist.get_rank() == 0:
+            parameter = next(pipeline._model.module.model.over_arch.parameters())
+            parameter.register_hook(lambda x: x)
+
+    pipeline = make_pipeline(device)
+    batches = [make_batch(step, dist.get_rank()) for step in range(NUM_STEPS)]
+    return error_of(lambda: train(pipeline, batches, change))
+
+
 def train_torchrec_sharder(device: torch.device) -> str:
     sharders = [EmbeddingCollectionSharder(), AnySharding()]
     pipeline = make_pipeline(device, sharding={"sharders": sharders})
@@ -296,6 +309,7 @@ def on_each_rank(device: torch.device) -> dict[str, Any]:
         functions[name] = functools.partial(train_changed, device, change)
     for name, num_cats in SMALL_TABLES.items():
         functions[name] = functools.partial(train_small_table, device, num_cats)
+    functions["hook"] = lambda: train_with_hook_on_a_rank(device)
     functions["counting"] = lambda: train_layer(device, Counting())
     functions["EmbeddingCollectionSharder"] = lambda: train_torchrec_sharder(device)
     results: dict[str, Any] = {}
@@ -394,6 +408,14 @@ def test_all_ranks_refuse_numbers_that_change_on_one(ranks: OnRanks):
         assert error.startswith("RuntimeError")
         assert "TrainPipelineSparseDist" in error
     assert all("another rank" in error for error in errors[:-1])
+
+
+def test_all_ranks_refuse_a_hook_on_one(ranks: OnRanks):
+    error, *others = results_of(ranks, "hook")
+    assert error.startswith("NotImplementedError: parameters must have no hooks")
+    assert others == ["RuntimeError: the capture failed on another rank, see its error"] * len(
+        others
+    )
 
 
 def test_the_sharder_of_torchrec_is_refused(ranks: OnRanks):
