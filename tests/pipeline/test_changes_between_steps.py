@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -19,6 +20,7 @@ from tests.pipeline.training import (
     assert_equal_on_cpu,
     count_reasons,
     make_batch,
+    make_dlrm,
     make_pipeline,
     short_warm_up,
     to_host,
@@ -331,6 +333,26 @@ def test_detached_and_attached(device: torch.device):
     run = train_changed(device, detach_and_attach)
     assert run.num_captures == 3
     assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
+
+
+def num_uses(pipeline: Any, group: dist.ProcessGroup) -> int:
+    """The number of attributes in input dists that are ``group``."""
+    dists = [x for module in pipeline._model.modules() for x in getattr(module, "_input_dists", ())]
+    parts = {part for input_dist in dists for part in input_dist.modules()}
+    return sum(x is group for part in parts for x in vars(part).values())
+
+
+def test_detached_modules_communicate_in_the_group_of_the_model(device: torch.device):
+    """With several GPUs, input dists of the pipeline have a group of their own."""
+    pipeline = make_pipeline(device, make_dlrm())
+    group, input_group = pipeline._model._env.process_group, dist.new_group([0])
+    pipeline._input_group = input_group
+    pipeline.progress(map(make_batch, range(NUM_STEPS)))
+    assert num_uses(pipeline, group) == 0
+    assert num_uses(pipeline, input_group) > 0
+    pipeline.detach()
+    assert num_uses(pipeline, group) > 0
+    assert num_uses(pipeline, input_group) == 0
 
 
 def test_outputs_are_copies(device: torch.device):
