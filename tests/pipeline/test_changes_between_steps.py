@@ -296,12 +296,12 @@ def test_optimizers_that_accumulate_gradients(device: torch.device):
 def test_parameters_that_no_optimizer_has(device: torch.device):
     """Nothing clears their gradients."""
 
-    def of_layer(model: DistributedModelParallel) -> torch.optim.Optimizer:
+    def layer_sgd(model: DistributedModelParallel) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.module.layer.parameters(), lr=0.1, momentum=0.9)
 
     runs = []
     for pipeline_type in PIPELINES:
-        pipeline = make_pipeline(device, make_layered(), pipeline_type, of_layer)
+        pipeline = make_pipeline(device, make_layered(), pipeline_type, layer_sgd)
         runs.append(train(pipeline, map(make_batch, range(NUM_STEPS))))
     expected, run = runs
     assert_equal_on_cpu(run, expected, device)
