@@ -166,12 +166,19 @@ def with_max_history(device: torch.device) -> Any:
     return make_pipeline(device, make_model(max_history=2))
 
 
-def with_tracked_lookups(device: torch.device) -> Any:
-    pipeline = make_pipeline(device)
-    for lookup in collection_of(pipeline._model).embedding_collections.values():
-        lookup.register_post_lookup_tracker_fn(lambda *_: None)
-    return pipeline
+def with_tracker(register: Callable[[Any], None]) -> Callable[[torch.device], Any]:
+    """A pipeline with a tracker that ``register`` adds to its sharded EmbeddingCollection."""
 
+    def make(device: torch.device) -> Any:
+        pipeline = make_pipeline(device)
+        for collection in collection_of(pipeline._model).embedding_collections.values():
+            register(collection)
+        return pipeline
+
+    return make
+
+
+TRACKED = f"lookups must not be tracked .*{USE_TORCHREC}"
 
 # Pipelines whose first step is refused.
 STEPS: dict[str, tuple[Callable[[torch.device], Any], str]] = {
@@ -183,7 +190,18 @@ STEPS: dict[str, tuple[Callable[[torch.device], Any], str]] = {
         with_max_history,
         "must be pipelined .*with max_history, give the pipeline pipeline_postproc=True",
     ),
-    "tracker": (with_tracked_lookups, f"lookups must not be tracked .*{USE_TORCHREC}"),
+    "tracker of rows": (
+        with_tracker(lambda x: x.register_post_lookup_tracker_fn(lambda *_: None)),
+        TRACKED,
+    ),
+    "tracker of the output dist": (
+        with_tracker(lambda x: x.register_post_odist_tracker_fn(lambda: None)),
+        TRACKED,
+    ),
+    "tracker of optimizer states": (
+        with_tracker(lambda x: x._lookups[0].register_optim_state_tracker_fn(lambda *_: None)),
+        TRACKED,
+    ),
 }
 
 

@@ -32,6 +32,9 @@ REFUSED_ARGUMENTS = (
     "clear_data_dist_inputs",
 )
 
+# Attributes of sharded modules and their lookups that a ModelDeltaTracker sets.
+TRACKERS = ("post_lookup_tracker_fn", "post_odist_tracker_fn", "optim_state_tracker_fn")
+
 
 def refusal(what: str, got: str, use: str = "TrainPipelineSparseDist") -> NotImplementedError:
     return NotImplementedError(f"{what} with TrainPipelineCudaGraph, got {got}: use {use}")
@@ -129,7 +132,8 @@ def check_modules(model: nn.Module, pipelined: Collection[nn.Module], world_size
                 "TorchRec's EmbeddingCollectionSharder",
                 "HistoryEmbeddingCollectionSharder, or TrainPipelineSparseDist",
             )
-        if getattr(module, "post_lookup_tracker_fn", None) is not None:
+        parts = (module, *(x for lookup in module._lookups for x in lookup.modules()))
+        if any(getattr(x, tracker, None) for x in parts for tracker in TRACKERS):
             raise refusal("lookups must not be tracked", f"a tracker of {name!r}")
 
 
