@@ -14,7 +14,7 @@ def bias_or_prior_weights(
 ) -> Tensor | None:
     """What the ops take for ``bias``: ``[N]`` prior weights, too; both as one bias ``[N, H]``.
 
-    ``offsets`` are those of the ``N`` rows.
+    ``offsets`` divide the ``N`` rows into samples.
     """
     if bias is None or prior_weights is None:
         return prior_weights if bias is None else bias

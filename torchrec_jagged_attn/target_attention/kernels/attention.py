@@ -414,7 +414,7 @@ def _boxes_of(x: Tensor, plan: Plan) -> TensorDescriptor:
 
 
 def _order_of_programs(launch: _Launch) -> tuple[int, int]:
-    """How many programs have the first samples, and how many of the next ones splits."""
+    """Return how many programs process the first samples, and how many after them splits."""
     first = {
         "one_warp": warp_common.PROGRAMS.value,
         "warpgroup": warpgroup_common.PROGRAMS.value,
@@ -428,7 +428,7 @@ def _order_of_programs(launch: _Launch) -> tuple[int, int]:
 def sum_of_tables(tables: Tensor, overlap: bool, num_first: int = 0, num_splits: int = 0) -> Tensor:
     """``[buckets, H]``: sums of ``[tables, buckets, targets, H]``, in two parallel steps.
 
-    ``num_splits`` tables behind the ``num_first`` first ones are those of splits.
+    The first ``num_first`` tables belong to samples, the next ``num_splits`` tables to splits.
     """
     num_tables, buckets, targets, num_heads = tables.shape
     size = buckets * num_heads
