@@ -196,13 +196,14 @@ def make_scaled(step: int, scale: float = 1.0, **options: Any) -> ScaledBatch:
 def train_batches(device: torch.device, per_rank: list[list[dict[str, Any]]]) -> list[Run]:
     """With both pipelines, on batches with the options of each rank and step."""
     options = per_rank[dist.get_rank()]
-    return [
-        train(
-            make_pipeline(device, pipeline_type=pipeline_type),
-            (make_scaled(step, **x) for step, x in enumerate(options)),
-        )
-        for pipeline_type in PIPELINES
-    ]
+    runs = []
+    for pipeline_type in PIPELINES:
+        # TorchRec's row-wise tables cannot pool by mean in a batch without samples.
+        model = make_model(**MHA, tags=PoolingType.SUM)
+        pipeline = make_pipeline(device, model, pipeline_type)
+        batches = (make_scaled(step, **x) for step, x in enumerate(options))
+        runs.append(train(pipeline, batches))
+    return runs
 
 
 def with_misfits(num_steps: int, misfit: dict[str, Any], *steps: int) -> list[dict[str, Any]]:

@@ -222,6 +222,7 @@ class PaddedStep:
             random_state = torch.get_rng_state(), random.getstate()
             with (
                 learning_rates.marked(),
+                _random_generator_survives(stream.device),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
                 self.run()
@@ -356,6 +357,20 @@ def _detach_output(_: str, x: Tensor | KeyedJaggedTensor) -> Tensor:
             "one: use TrainPipelineSparseDist"
         )
     return x.detach()
+
+
+@contextlib.contextmanager
+def _random_generator_survives(device: torch.device) -> Iterator[None]:
+    """Make the generator of a GPU usable after a capture that failed.
+
+    PyTorch leaves it in the state of a capture, in which it raises an error in eager steps.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    try:
+        yield
+    except Exception:
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 @contextlib.contextmanager
