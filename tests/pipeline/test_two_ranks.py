@@ -198,9 +198,8 @@ def train_batches(device: torch.device, per_rank: list[list[dict[str, Any]]]) ->
     options = per_rank[dist.get_rank()]
     runs = []
     for pipeline_type in PIPELINES:
-        # TorchRec's row-wise tables cannot pool by mean in a batch without samples.
-        model = make_model(**MHA, tags=PoolingType.SUM)
-        pipeline = make_pipeline(device, model, pipeline_type)
+        # TorchRec's row-wise tables cannot pool a batch without samples on a GPU.
+        pipeline = make_pipeline(device, None, pipeline_type, {"bags": TABLE_WISE})
         batches = (make_scaled(step, **x) for step, x in enumerate(options))
         runs.append(train(pipeline, batches))
     return runs
