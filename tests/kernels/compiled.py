@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
@@ -27,7 +26,6 @@ from triton.runtime import JITFunction, driver
 import torchrec_jagged_attn
 from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
 from torchrec_jagged_attn import (
-    JaggedTargetAttention,
     devices,
     jagged_dense_bmm,
     jagged_flash_attention,
@@ -213,22 +211,6 @@ def pairs(dtype: torch.dtype) -> None:
     interaction_gradients.array_jagged_bmm(p, x, *offsets, N, False).sum().backward()
 
 
-def layer(value_projection: bool = True, dtype: torch.dtype = BF16) -> None:
-    history = JaggedTensor(zeros(N, 32), offsets=OFFSETS)
-    module = JaggedTargetAttention(32, 2, value_projection=value_projection, dtype=dtype)
-    module(zeros(4, 32), history).sum().backward()
-
-
-def layer_of_jagged_targets() -> None:
-    """With absorbed and with materialized keys and values."""
-    history = JaggedTensor(zeros(N, 32), offsets=OFFSETS)
-    target = JaggedTensor(zeros(8, 32), offsets=torch.arange(5) * 2)
-    module = JaggedTargetAttention(32, 2, value_projection=True, dtype=BF16)
-    for keys_and_values in ("absorbed", "materialized"):
-        module._keys_and_values = keys_and_values
-        module(target, history).sum().backward()
-
-
 def selection(scores: Tensor | None, num_segments: int = 0, keep: Tensor | None = None) -> None:
     """Rows with the highest scores, and copies of them."""
     segments = torch.zeros(N, dtype=torch.int64) if num_segments else None
@@ -315,14 +297,6 @@ CASES = {
     ),
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),
-    "layer": Case((80, 90), "projections|head_products", layer),
-    "layer of jagged targets": Case((80, 90), "projections|head_products", layer_of_jagged_targets),
-    "layer of rows": Case(
-        (80, 90), "projections|head_products", lambda: layer(value_projection=False)
-    ),
-    "layer of rows, fp32": Case(
-        (90,), "projections|head_products", lambda: layer(value_projection=False, dtype=FP32)
-    ),
     "selection": Case((80, 90), "selection", lambda: selection(torch.zeros(N))),
     "selection in segments": Case(
         (90,),
