@@ -3,7 +3,7 @@
     out_b [M, N] = a_b [M, K] · b_b [K, N]                          2·M·N·K FLOPs
 
 If M is jagged, a program has a tile of rows, see ``find_tile``. If M and N are not, K is, and long
-sums are split into chunks. On Hopper, ``hopper_pairs.py`` computes pairs of rows in half precision.
+sums are split into chunks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.interaction.kernels import hopper_pairs
-from torchrec_jagged_attn.interaction.plan import VARIANTS, PairProduct
-from torchrec_jagged_attn.runtime import dispatch
 from torchrec_jagged_attn.runtime.kernels.jagged import add_chunks, find_chunk, find_tile
 from torchrec_jagged_attn.runtime.kernels.matmul import (
     load_tile,
@@ -184,8 +181,6 @@ def _pair_offsets_kernel(
         total += tl.sum(pairs, 0)
 
 
-PAIR_VARIANTS = VARIANTS["jagged_jagged_bmm_jagged_out"]
-
 _pair_offsets = Launcher(_pair_offsets_kernel)
 _rows = Launcher(_rows_kernel)
 _sums = Launcher(_sums_kernel)
@@ -217,19 +212,9 @@ def pair_bmm(
 ) -> Tensor:
     """``[Nx, D], [Ny, D] → [total]``: every row of x times every row of y of its sample."""
     out = x.new_empty(total)
-    if total == 0:
-        return out
-    call = PairProduct(x, y, x_offsets.numel() - 1)
-    if dispatch.LOG:
-        choice = dispatch.choose(PAIR_VARIANTS, x.device, call)
-        dispatch.log_choice("jagged_jagged_bmm_jagged_out", choice)
-    if PAIR_VARIANTS[0].supports(x.device, call):
-        offsets = (t.contiguous() for t in (x_offsets, y_offsets, pair_offsets))
-        hopper_pairs.pair_bmm(x, y, out, *offsets)
-    else:
-        _launch_rows(
-            x, y, out, x_offsets, y_offsets, None, pair_offsets, depth=x.shape[1], trans_b=True
-        )
+    _launch_rows(
+        x, y, out, x_offsets, y_offsets, None, pair_offsets, depth=x.shape[1], trans_b=True
+    )
     return out
 
 

@@ -8,7 +8,7 @@ Lines that do not fit in a tile are read again, from cache if they fit there.
 
 A line is what one softmax is over: a column of ``[L, T]``, or a row of ``[Lx, Ly]`` pairs. Tiles
 are ``[i, r]``: lines ``i``, elements ``r``; pairs are contiguous along ``r``, columns along ``i``.
-The length of a sample decides between whole rows, short columns and long lines, see ``plan.py``.
+The length of a sample decides between the variants in ``plan.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrec_jagged_attn.interaction.plan import LONGEST_COLUMN, LONGEST_WHOLE_ROW
+from torchrec_jagged_attn.interaction.plan import MAX_SHORT_LENGTH, MAX_TILE_LENGTH
 from torchrec_jagged_attn.runtime.kernels.jagged import find_tile
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, online_softmax_update
 from torchrec_jagged_attn.runtime.launch import Launcher
@@ -31,7 +31,7 @@ LONG_TILE = 2048
 SPAN = 1024
 PAIR_CONSTANTS = {
     "SPAN": SPAN,
-    "BLOCK_R": LONGEST_WHOLE_ROW,
+    "BLOCK_R": MAX_TILE_LENGTH,
     "SHAPES": 4,
     "num_warps": 1,
     "maxnreg": 64,
@@ -74,7 +74,7 @@ def _load_lines(ptr, at, mask):
 
 
 @triton.jit
-def _whole_rows(
+def _single_tile(
     x_ptr,
     p_ptr,
     out_ptr,
@@ -103,7 +103,7 @@ def _whole_rows(
 
 
 @triton.jit
-def _long_lines(
+def _multi_pass(
     x_ptr,
     p_ptr,
     out_ptr,
@@ -169,13 +169,13 @@ def _pairs_kernel(
     last_line = tl.cdiv(stop, tl.maximum(length, 1).to(tl.int64)).to(tl.int32)
     length = length.to(tl.int32)
     if length > BLOCK_R:
-        _long_lines(x_ptr, p_ptr, out_ptr, first, line, last_line, length, 0, True, 1, BLOCK_R, 1)
+        _multi_pass(x_ptr, p_ptr, out_ptr, first, line, last_line, length, 0, True, 1, BLOCK_R, 1)
     for shape in tl.static_range(SHAPES):
         fits = length <= BLOCK_R >> shape
         if shape + 1 < SHAPES:
             fits &= length > BLOCK_R >> (shape + 1)
         if fits:
-            _whole_rows(
+            _single_tile(
                 x_ptr, p_ptr, out_ptr, first, line, last_line, length, 1 << shape, BLOCK_R >> shape
             )
 
@@ -188,7 +188,7 @@ def _load_rows(ptr, at, r, rows, inside, other):
 
 
 @triton.jit
-def _short_columns(
+def _short(
     x_ptr,
     p_ptr,
     out_ptr,
@@ -259,12 +259,12 @@ def _columns_kernel(
     line = (program % TILES).to(tl.int32) * BLOCK_I
     if length > LONG:
         last_line = tl.minimum(line + BLOCK_I, T)
-        _long_lines(
+        _multi_pass(
             x_ptr, p_ptr, out_ptr, first, line, last_line, length,
             T, False, BLOCK_I, LONG_TILE // BLOCK_I, 5,
         )  # fmt: skip
     else:
-        _short_columns(x_ptr, p_ptr, out_ptr, first, line, length, T, BLOCK_I, BLOCK_R)
+        _short(x_ptr, p_ptr, out_ptr, first, line, length, T, BLOCK_I, BLOCK_R)
 
 
 _columns = Launcher(_columns_kernel)
@@ -315,7 +315,7 @@ def _column_constants(width: int, size: int, backward: bool) -> dict:
         "T": width,
         "BLOCK_I": block_i,
         "BLOCK_R": 128 if backward or block_i < 16 else 64,
-        "LONG": LONGEST_COLUMN,
+        "LONG": MAX_SHORT_LENGTH,
         "LONG_TILE": LONG_TILE // size,
         "num_warps": 4 if backward or block_i > 16 else 2,
         **({} if backward else {"maxnreg": 48}),
