@@ -284,6 +284,4 @@ flash_attention, call_flash_attention = register_op(
     fake=new_outputs,
     backward=_backward,
     non_differentiable=("timestamps", "request_time", "row_dropout", "dropout"),
-    axes=dict.fromkeys(("position_bias", "age_bias", "relative_bias", "row_dropout", "dropout"), -1)
-    | {"stats": 1},
 )

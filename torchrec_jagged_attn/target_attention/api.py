@@ -359,8 +359,6 @@ _REGISTERED: dict[str, Any] = {
         "indices", "timestamps", "request_time", "row_dropout", "dropout", "row_numbers",
         "row_number_ends",
     ),
-    "axes": dict.fromkeys(("position_bias", "age_bias", "row_dropout", "dropout"), -1)
-    | {"stats": 1},
 }  # fmt: skip
 _, call_target_attention = register_op(
     "target_attention",
