@@ -588,7 +588,7 @@ def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
     Those that only Hopper has run if it has ``multiprocessors``.
     """
     launched: list[str] = []
-    launch = Launcher.launch
+    launch = Launcher.__call__
 
     def launch_any(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
         kernel = launcher.kernel
@@ -599,7 +599,7 @@ def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
             launch(launcher, grid, arguments, constants)
 
     with (
-        mock.patch.object(Launcher, "launch", launch_any),
+        mock.patch.object(Launcher, "__call__", launch_any),
         ops_take_the_cpu_for(
             gluon_shared_memory=HOPPER_SHARED_MEMORY, hopper_multiprocessors=multiprocessors
         ),
