@@ -155,7 +155,7 @@ class JaggedFeatureInteraction(nn.Module):
 
 
 def _check(targets: Tensor, target_offsets: Tensor | None, rows: Tensor, offsets: Tensor) -> None:
-    """Check what the ops check, with this module's names in errors."""
+    """Check the inputs of the ops, with this module's names in errors."""
     check_float(rows, "features")
     check_shape(rows, "features.values()", "[N, D]", (None, None))
     check_offsets_metadata(offsets, "features.offsets()")

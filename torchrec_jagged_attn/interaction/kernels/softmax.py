@@ -4,9 +4,9 @@
     gradient of x: out · (dout - Σ out · dout)
 
 It is memory-bound: with E elements of e bytes each, forward moves 2·E·e bytes and backward 3·E·e.
-Lines that do not fit in a tile are read again, from cache if they fit there.
+Lines that do not fit in a tile are read again, if possible from cache.
 
-A line is a column of ``[L, T]``, or a row of ``[Lx, Ly]`` pairs: what one softmax normalizes. Tiles
+A line is a vector that sums to one: a column of ``[L, T]``, or a row of ``[Lx, Ly]`` pairs. Tiles
 are ``[i, r]``: lines ``i``, elements ``r``; pairs are contiguous along ``r``, columns along ``i``.
 The length of a sample decides between the variants in ``plan.py``.
 """
@@ -27,7 +27,7 @@ from torchrec_jagged_attn.runtime.launch import Launcher
 
 # Bytes of a tile of a long sample: small, so that several are loaded ahead.
 MULTI_PASS_TILE = 2048
-# Pairs of a tile. A program computes the rows that begin in its tile. It is a single warp, so that
+# Pairs of a tile. A program computes the rows that begin in its tile. It has a single warp, so that
 # reductions need no barrier.
 SPAN = 1024
 PAIR_CONSTANTS = {"SPAN": SPAN, "BLOCK_R": MAX_TILE_LENGTH, "num_warps": 1, "maxnreg": 64}
@@ -53,8 +53,8 @@ def _tile_of_lines(
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Return the offset of a tile of lines before ``end_line``, those of its elements from
-    there, and their mask. T is 0 for pairs.
+    """Return the offset of a tile of lines before ``end_line``, the offsets of its elements within
+    it, and their mask. T is 0 for pairs.
 
     BLOCK_I times the length of a line is less than 2^31.
     """
@@ -169,8 +169,8 @@ def _pairs_kernel(
 def _short(
     ptrs, first, line, length, T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Columns of one sample, from ``line`` on. Maxima and sums are per thread, and reduced after
-    the last row.
+    """Columns of one sample, from ``line`` on. Each thread has its maxima and sums, which are reduced
+    after the last row.
     """
     i = tl.arange(0, BLOCK_I)
     r = tl.arange(0, BLOCK_R)
@@ -244,9 +244,9 @@ def softmax(
 ) -> Tensor:
     """Softmax of each column of each sample's rows of ``x`` ``[N, T]``.
 
-    With ``y_offsets``, of each row of each sample's pairs ``[Σ Lx·Ly]``, and ``offsets`` are those
-    of pairs. With the output ``p``, ``x`` is its gradient, and the gradient of the input is
-    returned.
+    With ``y_offsets``, of each row of each sample's pairs ``[Σ Lx·Ly]``, and ``offsets`` are pair
+    offsets. With the output ``p``, ``x`` is its gradient, and the result is the gradient of the
+    input.
     """
     out = x.new_empty(*x.shape)
     if x.numel() == 0:
