@@ -169,7 +169,7 @@ def _pairs_kernel(
 def _short(
     ptrs, first, line, length, T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr
 ):
-    """Columns of one sample, from ``line`` on. Each thread has its maxima and sums, which are reduced
+    """Columns of one sample, from ``line`` on. Each thread has its maxima and sums, reduced
     after the last row.
     """
     i = tl.arange(0, BLOCK_I)
