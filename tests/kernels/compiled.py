@@ -81,7 +81,7 @@ def ops_on(arch: int) -> Iterator[list[Launch]]:
             launches_overlap=arch >= 90,
         ),
         mock.patch.dict(devices.IMPLEMENTATIONS, cpu=("triton", "compiled")),
-        mock.patch.object(Launcher, "launch", launch),
+        mock.patch.object(Launcher, "__call__", launch),
         mock.patch.object(driver, "_active", gpu),
     ):
         yield launches
