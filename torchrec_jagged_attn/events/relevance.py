@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_jagged_attn.checks import (
-    check_bool,
     check_device,
     check_int,
     check_numbers,
@@ -223,82 +222,3 @@ def _mutual_information(counts: Tensor) -> Tensor:
     p = p / p.sum((-2, -1), keepdim=True).clamp(min=1)
     independent = p.sum(-1, keepdim=True) * p.sum(-2, keepdim=True)
     return torch.where(p > 0, p * (p / independent.clamp(min=1e-300)).log(), 0).sum((-2, -1))
-
-
-def rank_attributes(
-    attributes: Tensor, converted: Tensor, count: int, *, min_redundancy: bool = False
-) -> tuple[list[int], list[float]]:
-    r"""Choose the attributes of events with the most information on conversions.
-
-    The relevance of an attribute is its mutual information with conversion, in nats. With
-    ``min_redundancy``, attributes are chosen one after the other, each time the one with the most
-    relevance minus its mean mutual information with those chosen before:
-
-    .. math:: I(x_i; y) - \frac{1}{|C|} \sum_{j \in C} I(x_i; x_j)
-
-    The host waits for the device.
-
-    Args:
-        attributes: ``[N, F]`` integers from 0, such as surface, a bin of the dwell time, kind. Each
-            should have few values, since those of two attributes are counted jointly.
-        converted: ``[N]`` bool, or integers 0 and 1.
-        count: how many attributes to choose, at most ``F``.
-        min_redundancy: whether to subtract the information shared with chosen attributes.
-
-    Returns:
-        The chosen columns, the best first; and the value of each when it was chosen.
-
-    Raises:
-        TypeError: ``attributes`` or ``count`` are no integers, or ``converted`` neither bool nor
-            integers.
-        ValueError: a shape, a device or ``count`` does not fit, an attribute is negative, or (on
-            CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) ``converted`` is neither 0 nor 1.
-
-    Example:
-        >>> dwell_bin, kind = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
-        >>> attributes = torch.stack([kind, dwell_bin], 1)
-        >>> rank_attributes(attributes, torch.tensor([False, False, True, True]), 1)
-        ([1], [0.6931471805599453])
-
-    Source:
-        Maximum relevance is in the abstract of DynamiX (https://arxiv.org/abs/2511.18331); minimum
-        redundancy is Peng, Long and Ding's (TPAMI 2005), equation 6.
-    """
-    check_shape(attributes, "attributes", "[N, F]", (None, None))
-    if attributes.is_floating_point() or attributes.is_complex() or attributes.dtype == torch.bool:
-        raise TypeError(f"attributes must be integers, got {attributes.dtype}")
-    _check_converted(converted, attributes, "attributes")
-    columns = list(attributes.long().unbind(1))
-    check_int(count, "count", 1)
-    check_bool(min_redundancy, "min_redundancy")
-    if count > len(columns):
-        raise ValueError(f"count must be 1 to {len(columns)}, got {count}")
-    if attributes.numel() and int(attributes.min()) < 0:
-        raise ValueError(f"attributes must not be negative, got {int(attributes.min())}")
-    label = (converted != 0).long()
-    relevance = [_information_of(column, label) for column in columns]
-    redundancy = [0.0] * len(columns)
-    chosen: list[int] = []
-    worths: list[float] = []
-    while len(chosen) < count:
-        worth = {
-            at: relevance[at] - (redundancy[at] / len(chosen) if chosen else 0.0)
-            for at in range(len(columns))
-            if at not in chosen
-        }
-        best = max(worth, key=lambda at: worth[at])  # the first of equals
-        chosen.append(best)
-        worths.append(worth[best])
-        if min_redundancy:
-            for at in worth:
-                redundancy[at] += _information_of(columns[at], columns[best])
-    return chosen, worths
-
-
-def _information_of(x: Tensor, y: Tensor) -> float:
-    """Mutual information of two columns of small integers."""
-    if not x.numel():
-        return 0.0
-    num_x, num_y = int(x.max()) + 1, int(y.max()) + 1
-    counts = torch.bincount(x * num_y + y, minlength=num_x * num_y)
-    return _mutual_information(counts.view(num_x, num_y)).item()
