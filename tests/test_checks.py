@@ -31,7 +31,7 @@ CALLS = {
     "flash": functools.partial(package.jagged_flash_attention, HEADS, HEADS, HEADS, OFFSETS),
     "pairs": functools.partial(ops.jagged_jagged_bmm_jagged_out, ROWS, ROWS, OFFSETS),
     "array": functools.partial(ops.array_jagged_bmm_jagged_out, PAIRS, ROWS, OFFSETS),
-    "select": functools.partial(ops.select_rows, OFFSETS, num_rows=9),
+    "select": functools.partial(events.select_events, HISTORY, keep=2),
     "layout": functools.partial(ops.JaggedLayout, OFFSETS),
     "of lengths": functools.partial(ops.JaggedLayout.from_lengths, OFFSETS.diff()),
     "target module": functools.partial(package.JaggedTargetAttention, 8),
@@ -59,7 +59,6 @@ INTEGERS = {  # the least that is taken
     ("pairs", "total"): 0,
     ("array", "num_rows"): 0,
     ("select", "keep"): 0,
-    ("select", "num_rows"): 0,
     ("select", "capacity"): 0,
     ("layout", "num_rows"): 0,
     ("of lengths", "num_rows"): 0,
@@ -205,7 +204,6 @@ def test_numbers_are_those_of_python():
     [
         (lambda x: package.jagged_target_attention(QUERY, x, OFFSETS), "history"),
         (lambda x: package.jagged_dense_bmm(x, torch.zeros(3, 8, 2), OFFSETS), "x"),
-        (lambda x: ops.take_rows(x, ops.select_rows(OFFSETS, num_rows=9, keep=1)), "x"),
     ],
 )
 def test_tensors_have_strides(call, name):

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from suites import Cost, Inputs, Relaid, Suite, UnavailableError
 from tests.cases import Case, jagged_lengths, offsets_of
-from torchrec_jagged_attn.ops import JaggedLayout, select_rows, take_rows
+from torchrec_jagged_attn.events import select_events
+from torchrec_jagged_attn.ops import JaggedLayout
 
 BF16 = torch.bfloat16
 
@@ -86,16 +88,9 @@ def oracle(x: Scored) -> Tensor:
 
 
 def ours(x: Scored) -> Callable[[], Tensor]:
-    """The ops behind ``select_events``."""
-    history, capacity = x.leaves["history"], x.num_kept
-
-    def call() -> Tensor:
-        selected = select_rows(
-            x.offsets, x.scores, num_rows=len(history), keep=x.case.keep, capacity=capacity
-        )
-        return take_rows(history, selected)
-
-    return call
+    """``select_events``."""
+    history, capacity = JaggedTensor(x.leaves["history"], offsets=x.offsets), x.num_kept
+    return lambda: select_events(history, x.scores, keep=x.case.keep, capacity=capacity).values()
 
 
 def padded(x: Scored) -> Relaid:

@@ -34,8 +34,6 @@ from torchrec_jagged_attn.ops import (
     jagged_dense_add,
     jagged_dense_mul,
     jagged_jagged_bmm_jagged_out,
-    select_rows,
-    take_rows,
 )
 from torchrec_jagged_attn.runtime import calls
 from torchrec_jagged_attn.runtime.launch import Launcher
@@ -320,14 +318,6 @@ def of_rows(lengths, device):
     return add_and_multiply, leaves, {"offsets": offsets_of(lengths, device)}
 
 
-def of_taken_rows(lengths, device):
-    """Three of each sample, and room for more."""
-    num_rows = sum(lengths)
-    offsets = offsets_of(lengths, device)
-    selected = select_rows(offsets, num_rows=num_rows, keep=3, capacity=num_rows + 5)
-    return take_rows, {"x": draw(num_rows, 8, device=device)}, {"selected": selected}
-
-
 materialized = functools.partial(of_module, keys_and_values="materialized")
 of_module_of_rows = functools.partial(of_module, value_projection=False)
 INTERACTIONS = {"dense": of_dense, "transposed": of_transposed, "pairs": of_pairs, "rows": of_rows}
@@ -369,7 +359,6 @@ KINDS = {
     "flash, dropped": seeded(functools.partial(of_flash, row_dropout=0.4)),
     "flash, dropped weights": seeded(functools.partial(of_flash, dropout=0.4)),
     "flash of a module": of_self_attention,
-    "taken rows": of_taken_rows,
     **{f"op: {name}": kind for name, kind in INTERACTIONS.items()},
 }
 NUM_OPS = {"op: dense": 3, "op: pairs": 4, "op: rows": 2, "taken rows": 2}
@@ -511,29 +500,6 @@ def test_a_number_that_divides_may_be_zero_later(device, monkeypatch, programs):
         found = [op(torch.ones(rows, device=device)) for rows in (2, 3, 0, 6)]
     assert [x.tolist() for x in found] == [[0] * 3, [0] * 2, [0], [0]]
     assert len(programs) == 2
-
-
-@pytest.mark.parametrize("options", ["scored", "newest", "segments", "budgets"])
-def test_selected_rows(options, device, monkeypatch, programs):
-    """All outputs of an op that has no gradient, with one program for many lengths."""
-    for lengths in (*LENGTHS, [], LENGTHS[0]):
-        num_rows = sum(lengths)
-        scores = None if options == "newest" else draw(num_rows, device=device)
-        given = {"scores": scores, "keep": 3, "num_rows": num_rows, "capacity": num_rows + 5}
-        if options == "segments":
-            given |= {"segments": torch.arange(num_rows, device=device) % 2, "keep": [1, 2]}
-        if options == "budgets":
-            given["keep"] = torch.arange(len(lengths), device=device)
-        offsets = offsets_of(lengths, device)
-        with must_replay(monkeypatch):
-            found = select_rows(offsets, **given)
-        with by_the_op(monkeypatch):
-            expected = select_rows(offsets, **given)
-        for x, y in zip(found, expected, strict=True):
-            assert x.dtype == y.dtype
-            assert torch.equal(x, y)
-    assert len(programs) <= 5
-    assert None not in programs
 
 
 @pytest.mark.parametrize("sizes", [(-1, 4), (4, -1), (-1,), (-1, 2, 2)])
