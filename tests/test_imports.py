@@ -6,7 +6,7 @@ from pathlib import Path
 
 PACKAGE = "torchrec_jagged_attn"
 ROOT = Path(__file__).parents[1] / PACKAGE
-OPERATIONS = {"target_attention", "flash_attention", "interaction", "selection"}
+OPERATIONS = {"target_attention", "flash_attention", "interaction"}
 BELOW = {  # the folders that a folder imports, beside itself and what has no folder
     "pipeline": {"collection"},
     "collection": {*OPERATIONS, "attention", "modules", "runtime", "semantic_ids"},
@@ -15,12 +15,11 @@ BELOW = {  # the folders that a folder imports, beside itself and what has no fo
     "flash_attention": {"attention", "codes", "runtime"},
     "attention": {"codes", "runtime"},
     "interaction": {"runtime"},
-    "selection": {"runtime"},
     "codes": {"runtime"},
     "runtime": set(),
     "data": set(),
     "semantic_ids": {"codes", "runtime", "target_attention"},
-    "events": {"collection", "modules", "runtime", "selection"},
+    "events": {"collection", "runtime"},
     "": {*OPERATIONS, "attention", "codes"},  # what has no folder
 }
 

@@ -13,12 +13,10 @@ from torchrec_jagged_attn.interaction.api import (
     jagged_softmax,
 )
 from torchrec_jagged_attn.layout import JaggedLayout
-from torchrec_jagged_attn.selection.api import SelectedRows, select_rows, take_rows
 from torchrec_jagged_attn.target_attention.api import jagged_target_attention
 
 __all__ = [
     "JaggedLayout",
-    "SelectedRows",
     "array_jagged_bmm_jagged_out",
     "jagged2_softmax",
     "jagged_dense_add",
@@ -29,6 +27,4 @@ __all__ = [
     "jagged_jagged_bmm_jagged_out",
     "jagged_softmax",
     "jagged_target_attention",
-    "select_rows",
-    "take_rows",
 ]

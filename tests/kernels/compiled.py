@@ -34,10 +34,10 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
 )
 from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.events import select_events
 from torchrec_jagged_attn.interaction import gradients as interaction_gradients
 from torchrec_jagged_attn.ops import jagged_dense_add, jagged_dense_mul
 from torchrec_jagged_attn.runtime.launch import Launcher, as_constexprs
-from torchrec_jagged_attn.selection import api as ops_of_selection
 from torchrec_jagged_attn.semantic_ids import PackedCodes
 from torchrec_jagged_attn.target_attention.api import target_attention_with_lse
 from torchrec_jagged_attn.target_attention.arguments import TargetArguments
@@ -211,15 +211,10 @@ def pairs(dtype: torch.dtype) -> None:
     interaction_gradients.array_jagged_bmm(p, x, *offsets, N, False).sum().backward()
 
 
-def selection(scores: Tensor | None, num_segments: int = 0, keep: Tensor | None = None) -> None:
-    """Rows with the highest scores, and copies of them."""
-    segments = torch.zeros(N, dtype=torch.int64) if num_segments else None
-    count = max(num_segments, 1)
-    *index, _ = ops_of_selection.selected_rows(
-        OFFSETS, scores, segments, keep, N, 40, count, 9, -torch.inf
-    )
-    ops_of_selection.copy_rows(zeros(N, 64), *index).sum().backward()
-    ops_of_selection.copy_rows(torch.zeros(N, 1, dtype=torch.int64), *index)
+def selection(scores: Tensor, segments: Tensor | None = None, keep: int | list[int] = 9) -> None:
+    """Rows with the highest scores."""
+    history = JaggedTensor(zeros(N, 64), offsets=OFFSETS)
+    select_events(history, scores, keep=keep, segments=segments, capacity=N)
 
 
 class Case(NamedTuple):
@@ -297,13 +292,12 @@ CASES = {
     ),
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),
-    "selection": Case((80, 90), "selection", lambda: selection(torch.zeros(N))),
+    "selection": Case((80, 90), "highest_rows", lambda: selection(torch.zeros(N))),
     "selection in segments": Case(
         (90,),
-        "selection",
-        lambda: selection(torch.zeros(N, dtype=BF16), 2, torch.ones(4, 2, dtype=torch.int64)),
+        "highest_rows",
+        lambda: selection(torch.zeros(N, dtype=BF16), torch.zeros(N, dtype=torch.int64), [1, 2]),
     ),
-    "selection of the newest": Case((90,), "selection", lambda: selection(None)),
 }
 FITS = {
     "one warp",
@@ -316,7 +310,6 @@ FITS = {
     "hopper flash of a window",
     "selection",
     "selection in segments",
-    "selection of the newest",
 }  # no register spills
 
 
