@@ -163,7 +163,7 @@ def test_never_waits_for_the_device():
         ({"basis": torch.zeros(12, 8)}, ValueError, r"basis must have shape \[L, D\]"),
         ({"basis": torch.zeros(12, 16).half()}, TypeError, "basis must be torch.float32 as query"),
         ({"packed": torch.zeros(98, 2).byte()}, ValueError, r"packed must have shape \[N, num_"),
-        ({"packed": torch.full((98, 3), 243).byte()}, ValueError, "packed must be at most 242"),
+        ({"packed": torch.full((98, 3), 243).byte()}, ValueError, "history must be at most 242"),
         ({"num_levels": 4}, ValueError, "num_levels must be odd and 3 to 255, got 4"),
         ({"offsets": torch.tensor([0, 9])}, ValueError, "query must have shape"),
         ({"score": "relu"}, ValueError, "score must be one of"),

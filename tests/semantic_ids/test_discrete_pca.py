@@ -75,23 +75,23 @@ def test_more_codes_and_more_levels_leave_less():
 def test_the_greedy_choice_is_the_formula():
     rows = draw_rows(300, 6)
     pca, _ = fitted(rows, 9, 5)
-    pca.num_sweeps = 0
     residual = rows - pca.mean
     codes = []
     for b in pca.basis:
         scale = b.norm()
         codes.append((residual @ (b / scale) / scale).round().clamp(-2, 2))
         residual = residual - torch.outer(codes[-1], b)
-    assert torch.equal(pca.encode(rows), torch.stack(codes, 1).to(torch.int8))
+    with mock.patch.object(discrete_pca, "NUM_SWEEPS", 0):
+        assert torch.equal(pca.encode(rows), torch.stack(codes, 1).to(torch.int8))
 
 
 def test_no_other_value_of_a_code_is_nearer_after_sweeps():
     rows = draw_rows(100, 6)
     pca, _ = fitted(rows, 9)
     before = error_of(pca, rows)
-    pca.num_sweeps = 50
-    codes = pca.encode(rows)
-    assert error_of(pca, rows) <= before
+    with mock.patch.object(discrete_pca, "NUM_SWEEPS", 50):
+        codes = pca.encode(rows)
+        assert error_of(pca, rows) <= before
     with RoundingErrors(torch.float64) as errors:
         best = (rows - (pca.mean + codes.double() @ pca.basis)).square().sum(1)
     least = best - 2 * errors.bound(best, torch.float64)  # of both
@@ -346,7 +346,7 @@ class Shrinking:
     ("rows", "options", "error", "message"),
     [
         (3, {}, TypeError, "rows must be a tensor, or batches .*, got a int"),
-        (iter([torch.ones(2, 4)]), {}, TypeError, "iterated again and again, got a list_iterator"),
+        (iter([torch.ones(2, 4)]), {}, TypeError, "iterated repeatedly, got a list_iterator"),
         ([[1.0]], {}, TypeError, "rows must be a tensor, got a list"),
         (torch.ones(2, 4).int(), {}, TypeError, "rows must be floating point, got torch.int32"),
         (torch.ones(2, 3), {}, ValueError, r"rows must have shape \[N, D\] = \[any, 4\], got \[2,"),
@@ -367,7 +367,6 @@ class Shrinking:
             ValueError,
             "rows must have a scale within the range of torch.float32",
         ),
-        (torch.eye(4).double() * 1e-160, {}, ValueError, "rows must differ by 1e-140 or more, or"),
     ],
 )
 def test_wrong_rows_are_named_and_change_nothing(rows, options, error, message):

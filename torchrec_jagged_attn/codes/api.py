@@ -1,4 +1,4 @@
-"""Codes into bytes, and out of them: what ``PackedCodes`` calls."""
+"""The ops ``pack_codes`` and ``unpack_codes``, which ``PackedCodes`` calls."""
 
 from __future__ import annotations
 
