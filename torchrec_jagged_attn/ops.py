@@ -1,7 +1,6 @@
 """The ops: functions of tensors, each a registered torch op with a fake and a gradient."""
 
 # Exported programs have these ops.
-import torchrec_jagged_attn.codes.api
 import torchrec_jagged_attn.target_attention.multi_head  # noqa: F401
 from torchrec_jagged_attn.flash_attention.api import jagged_flash_attention
 from torchrec_jagged_attn.interaction.api import (

@@ -166,11 +166,8 @@ def codes(
     num_targets: int = 1,
     dropout: float = 0.0,
 ) -> None:
-    """Packing, unpacking, and attention over packed codes."""
-    ids = PackedCodes(width - 1, num_levels)
-    ids.pack(torch.zeros(N, ids.num_codes, dtype=torch.int8))
-    packed = torch.zeros(N, ids.num_bytes, dtype=torch.uint8)
-    ids.unpack(packed)
+    """Attention over packed codes."""
+    packed = torch.zeros(N, PackedCodes(width - 1, num_levels).num_bytes, dtype=torch.uint8)
     biases = tables(4) if biased else {}
     jagged_target_attention(
         zeros(4, num_targets, 4, width, dtype=dtype), packed, OFFSETS, num_levels=num_levels,

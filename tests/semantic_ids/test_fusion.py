@@ -158,7 +158,7 @@ def test_cosines_of_any_scale(factor):
         ({"labels": {"kind": 0}}, ValueError, r"labels\['kind'\] must be at least 1, got 0"),
         ({"labels": {"text": 3}}, ValueError, r"must have different names, .*, got \['text'\]"),
         ({"labels": {"commitment": 3}}, ValueError, r"none of them 'commitment', got \['commitm"),
-        ({"losses": ["mse"]}, TypeError, "losses must be by name, got a list"),
+        ({"losses": ["mse"]}, TypeError, "losses must be losses by name, got a list"),
         ({"losses": {"kind": "mse"}}, ValueError, r"losses must have keys .*, got \['kind'\]"),
         ({"losses": {"text": "l1"}}, ValueError, r"losses must be cosine or mse, got \['l1'\]"),
     ],

@@ -64,14 +64,7 @@ class LinearDecoder(nn.Module):
         self._is_fitted = True
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Decode integer codes ``[N, L]`` from ``-h`` to ``h`` as rows ``[N, D]`` in its dtype.
-
-        Raises:
-            TypeError: ``codes`` are not integers.
-            ValueError: the shape or device does not fit; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a code is out of range, or this module is not
-                fitted.
-        """
+        """Decode integer codes ``[N, L]`` as rows ``[N, D]`` in the dtype of ``basis``."""
         self.packed_codes.check_codes(codes)
         check_same(self.mean, "mean", dtype=False, codes=codes)
         if should_validate(codes):

@@ -36,6 +36,9 @@ class PackedCodes:
     values of a ``JaggedTensor``. In a ``KeyedJaggedTensor``, a row has one int64 for every eight
     bytes, see :meth:`to_int64`.
 
+    Methods raise TypeError for a wrong dtype, and ValueError for a wrong shape or (on CPU, or under
+    ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) for codes or bytes out of range.
+
     Args:
         num_codes: number of codes per row, ``L``.
         num_levels: number of values of a code, an odd number from 3 to 255.
@@ -81,34 +84,18 @@ class PackedCodes:
         return -(-self.num_bytes // INT64_BYTES)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """Pack integer codes ``[N, L]`` from ``-h`` to ``h`` into ``[N, num_bytes]`` uint8.
-
-        Raises:
-            TypeError: ``codes`` are not integers.
-            ValueError: the shape does not fit; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a code is out of range.
-        """
+        """Pack integer codes ``[N, L]`` from ``-h`` to ``h`` into ``[N, num_bytes]`` uint8."""
         self.check_codes(codes)
         return pack_codes(codes, self.num_levels)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Unpack ``[N, num_bytes]`` uint8 into codes ``[N, L]`` int8, the inverse of :meth:`pack`.
-
-        Raises:
-            TypeError: ``packed`` is not uint8.
-            ValueError: the shape does not fit; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a byte is larger than any that holds codes.
-        """
+        """Unpack ``[N, num_bytes]`` uint8, as returned by :meth:`pack`, into codes ``[N, L]`` int8."""
         check_packed(packed, "packed", self.num_codes, self.num_levels)
         check_packed_values(packed, "packed", self.num_codes, self.num_levels)
         return unpack_codes(packed, self.num_codes, self.num_levels)
 
     def to_int64(self, packed: Tensor) -> Tensor:
         """Convert packed rows ``[N, num_bytes]`` to int64 ``[N, num_int64]``, padded with zeros.
-
-        Raises:
-            TypeError: ``packed`` is not uint8.
-            ValueError: the shape does not fit.
 
         Example:
             >>> layout = PackedCodes(num_codes=6)
@@ -121,10 +108,7 @@ class PackedCodes:
         return padded.view(torch.int64)
 
     def check_codes(self, codes: Tensor) -> None:
-        """Raise an error unless ``codes`` are ``[N, L]`` integers in range.
-
-        The range is checked only if reading values does not synchronize with a device.
-        """
+        """Raise an error unless ``codes`` are integers ``[N, L]`` in range."""
         check_tensor(codes, "codes")
         if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
             raise TypeError(f"codes must be integers, got {codes.dtype}")

@@ -43,7 +43,10 @@ class DiscretePCA(LinearDecoder):
 
     :meth:`encode` chooses codes greedily, one direction after the other, then updates each once
     with the others fixed. :meth:`decode` is linear in the codes, with gradients of ``mean`` and
-    ``basis``. Both methods require a fitted or loaded basis.
+    ``basis``. Both require a fitted or loaded basis. They raise TypeError for a wrong dtype, and
+    ValueError for a wrong shape or device or (on CPU, or under
+    ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) for codes out of range, rows that are not finite, or a
+    module that is not fitted.
 
     Args:
         embed_dim: width of the rows, ``D``.
@@ -146,14 +149,7 @@ class DiscretePCA(LinearDecoder):
 
     @torch.no_grad()
     def encode(self, rows: Tensor) -> Tensor:
-        """Encode floating-point rows ``[N, D]`` as codes ``[N, L]`` int8.
-
-        Raises:
-            TypeError: ``rows`` are not floating point.
-            ValueError: the shape or device does not fit; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a row is not finite, or this module is not
-                fitted.
-        """
+        """Encode floating-point rows ``[N, D]`` as codes ``[N, L]`` int8."""
         _check_rows(rows, self.embed_dim)
         check_same(self.mean, "mean", dtype=False, rows=rows)
         if should_validate(rows):

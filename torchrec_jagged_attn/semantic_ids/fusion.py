@@ -110,8 +110,10 @@ class VQFusion(nn.Module):
         losses = {} if losses is None else losses
         check_int(latent_dim, "latent_dim", 1)
         check_int(hidden_dim, "hidden_dim", 1)
-        _check_sizes("embeddings", embeddings)
-        _check_sizes("labels", labels)
+        for argument, sizes in (("embeddings", embeddings), ("labels", labels)):
+            _check_mapping(argument, sizes, "sizes")
+            for name, size in sizes.items():
+                check_int(size, f"{argument}[{name!r}]", 1)
         if not embeddings:
             raise ValueError("embeddings must hold at least one width, got none")
         names = [*embeddings, *labels, "commitment"]
@@ -120,8 +122,7 @@ class VQFusion(nn.Module):
                 "embeddings and labels must have different names, none of them 'commitment', got "
                 f"{repeated} more than once"
             )
-        if not isinstance(losses, Mapping):
-            raise TypeError(f"losses must be by name, got a {type(losses).__name__}")
+        _check_mapping("losses", losses, "losses")
         if unknown := sorted(losses.keys() - embeddings.keys()):
             raise ValueError(f"losses must have keys of {sorted(embeddings)}, got {unknown}")
         if wrong := [loss for loss in losses.values() if loss not in LOSSES]:
@@ -240,16 +241,13 @@ def _normalize(rows: Tensor) -> Tensor:
     return F.normalize(rows / torch.where(largest > 0, largest, 1))
 
 
-def _check_sizes(argument: str, sizes: Mapping[str, int]) -> None:
-    if not isinstance(sizes, Mapping):
-        raise TypeError(f"{argument} must be sizes by name, got a {type(sizes).__name__}")
-    for name, size in sizes.items():
-        check_int(size, f"{argument}[{name!r}]", 1)
+def _check_mapping(argument: str, value: object, values: str) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{argument} must be {values} by name, got a {type(value).__name__}")
 
 
 def _check_names(argument: str, tensors: Mapping[str, Tensor], expected: dict[str, int]) -> None:
-    if not isinstance(tensors, Mapping):
-        raise TypeError(f"{argument} must be tensors by name, got a {type(tensors).__name__}")
+    _check_mapping(argument, tensors, "tensors")
     if tensors.keys() != expected.keys():
         raise ValueError(
             f"{argument} must have the names {sorted(expected)}, got {sorted(tensors)}"
