@@ -89,7 +89,7 @@ class PackedCodes:
         return pack_codes(codes, self.num_levels)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Unpack ``[N, num_bytes]`` uint8, as returned by :meth:`pack`, into codes ``[N, L]`` int8."""
+        """Unpack ``[N, num_bytes]`` uint8 from :meth:`pack` into codes ``[N, L]`` int8."""
         check_packed(packed, "packed", self.num_codes, self.num_levels)
         check_packed_values(packed, "packed", self.num_codes, self.num_levels)
         return unpack_codes(packed, self.num_codes, self.num_levels)

@@ -48,7 +48,7 @@ class JaggedSelfAttention(nn.Module):
         window: maximum number of rows that a row attends to, itself and the newest older ones;
             needs ``causal``. ``None`` for all.
         bias: whether the projections have biases.
-        recency_bias: whether to add the learned bias by distance.
+        recency_bias: whether to add the learned score of the distance.
         row_dropout: while training, the probability that a row is masked as a key. See
             :func:`jagged_flash_attention`.
         dropout: while training, the probability that a weight is set to zero, as in
@@ -243,11 +243,10 @@ class HistoryEncoderLayer(nn.Module):
         num_heads: ``H``, a divisor of ``embed_dim``.
         feedforward_dim: width of the hidden layer; ``4 · E`` by default.
         dropout: dropout probability, while training, of the attention's output and of inputs and
-            outputs of ``W_2``. Unlike in ``torch.nn.TransformerEncoderLayer``, it does not apply to
-            attention weights.
+            outputs of ``W_2``. Unlike in ``torch.nn.TransformerEncoderLayer``, attention weights
+            have an argument of their own, ``attention_dropout``.
         causal, window, recency_bias, row_dropout: see :class:`JaggedSelfAttention`.
-        attention_dropout: dropout probability of attention weights, ``dropout`` of
-            :class:`JaggedSelfAttention`.
+        attention_dropout: ``dropout`` of :class:`JaggedSelfAttention`.
         device, dtype: of the parameters.
 
     Raises:
