@@ -1,4 +1,4 @@
-"""``VQFusion`` learns codes of several embeddings and labels together."""
+"""``VQFusion`` learns joint codes of several embeddings and labels."""
 
 import pytest
 import torch
@@ -18,14 +18,14 @@ def make_fusion(device="cpu", **options):
 
 
 def make_rows(num_rows, device="cpu", seed=0):
-    """Embeddings of rows of four kinds, each in a cluster of its own, with noise."""
+    """Embeddings in four clusters, one per kind, with noise."""
     centers = torch.Generator().manual_seed(0)
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randint(CLASSES["kind"], (num_rows,), generator=generator)
     rows = {}
     for name, width in WIDTHS.items():
-        own = 3 * torch.randn(CLASSES["kind"], width, generator=centers)
-        rows[name] = (own[kinds] + torch.randn(num_rows, width, generator=generator)).to(device)
+        means = 3 * torch.randn(CLASSES["kind"], width, generator=centers)
+        rows[name] = (means[kinds] + torch.randn(num_rows, width, generator=generator)).to(device)
     return rows, {"kind": kinds.to(device)}
 
 
@@ -37,8 +37,8 @@ def train(fusion, steps, **options):
         optimizer.step()
 
 
-def test_learns_what_codes_cannot_know_untrained(device):
-    """Losses of rows that were never seen fall, before codes, and once more with these."""
+def test_training_reduces_losses_of_held_out_rows(device):
+    """Losses of held-out rows fall during training without and with quantization."""
     fusion = make_fusion(device)
     others = make_rows(500, device, seed=10**6)
     untrained = fusion(*others, quantize=False).losses
@@ -53,12 +53,12 @@ def test_learns_what_codes_cannot_know_untrained(device):
     codes = fusion.encode(others[0])
     assert codes.dtype == torch.int8
     rows = fusion.pca.decode(codes)
-    told = fusion.heads[0](rows).argmax(1)
-    assert (told == others[1]["kind"]).float().mean() > 0.9
+    predicted = fusion.heads[0](rows).argmax(1)
+    assert (predicted == others[1]["kind"]).float().mean() > 0.9
 
 
 def test_gradients_pass_straight_through():
-    """Those of latents are what the decoded rows have, and what the commitment adds."""
+    """Latents get the gradient of the decoded rows plus the gradient of the commitment loss."""
     fusion = make_fusion()
     rows, labels = make_rows(50)
     fusion.fit([rows])
@@ -83,8 +83,8 @@ def test_gradients_pass_straight_through():
     fused.loss.backward()
     assert torch.equal(fused.codes, codes)
     assert_same_run(seen[0], expected, num_terms=100)
-    of_basis = codes.float().T @ through
-    assert_same_run(fusion.pca.basis.grad, of_basis, num_terms=100)
+    basis_grad = codes.float().T @ through
+    assert_same_run(fusion.pca.basis.grad, basis_grad, num_terms=100)
     assert_same_run(fusion.pca.mean.grad, through.sum(0), num_terms=100)
 
 
@@ -101,7 +101,7 @@ def test_losses():
     assert_same_run(fusion._latents(longer), fusion._latents(rows), num_terms=100)
 
 
-def test_without_labels_and_of_no_row():
+def test_without_labels_and_without_rows():
     fusion = VQFusion({"text": 12}, latent_dim=4, num_codes=5)
     fusion.fit([{"text": torch.eye(12)}])
     assert fusion.encode({"text": torch.zeros(0, 12)}).shape == (0, 5)
@@ -109,7 +109,7 @@ def test_without_labels_and_of_no_row():
 
 
 @pytest.mark.parametrize("quantize", [True, False])
-def test_losses_of_no_row_are_zero(quantize):
+def test_losses_of_an_empty_batch_are_zero(quantize):
     fusion = make_fusion()
     fusion.fit([make_rows(60)[0]])
     fused = fusion(*make_rows(0), quantize=quantize)
@@ -128,7 +128,7 @@ def test_state_comes_back():
 
 
 def test_all_parameters_have_a_gradient_in_each_mode():
-    """Those of mean and basis are zeros while latents are not quantized."""
+    """Gradients of mean and basis are zeros while latents are not quantized."""
     fusion = make_fusion()
     fusion(*make_rows(20), quantize=False).loss.backward()
     assert not any(parameter.grad is None for parameter in fusion.parameters())

@@ -1,4 +1,4 @@
-"""Codes come out of bytes as they went in."""
+"""Packing and unpacking of codes."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_round_trip_on_each_device(num_levels, dtype, device):
     assert torch.equal(ids.unpack(packed), codes.to(torch.int8))
 
 
-def test_bytes_are_numbers_of_their_codes():
+def test_bytes_follow_the_formula():
     ids = PackedCodes(10, 5)
     codes = draw_codes(50, ids)
     expected = [
@@ -60,8 +60,8 @@ def test_a_byte_is_full(num_levels):
     assert num_levels**count <= 256 < num_levels ** (count + 1)
 
 
-def of_all_strides(x):
-    """``x`` with strides of other orders, and ones that no element needs."""
+def with_all_strides(x):
+    """``x`` transposed, with gaps between columns or rows, and every other row of it."""
     transposed = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device).T
     wide = x.new_empty(x.shape[0], 3 * x.shape[1])
     return transposed.copy_(x), wide[:, ::3].copy_(x), wide[:, : x.shape[1]].copy_(x), x[::2]
@@ -75,7 +75,7 @@ def test_rows_that_are_not_contiguous(num_codes, dtype, device):
     codes = draw_codes(40, ids, device, dtype)
     packed = ids.pack(codes)
     for method, rows in ((ids.pack, codes), (ids.unpack, packed), (ids.to_int64, packed)):
-        for other in of_all_strides(rows):
+        for other in with_all_strides(rows):
             assert torch.equal(method(other), method(other.contiguous())), method
 
 
