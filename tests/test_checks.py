@@ -82,7 +82,6 @@ INTEGERS = {  # the least that is taken
     ("pca", "embed_dim"): 1,
     ("pca", "num_codes"): 1,
     ("pca", "num_levels"): 0,
-    ("pca", "num_sweeps"): 0,
     ("fusion", "latent_dim"): 1,
     ("fusion", "hidden_dim"): 1,
     ("fusion", "num_codes"): 1,

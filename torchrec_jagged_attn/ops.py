@@ -1,6 +1,5 @@
 """The ops: functions of tensors, each a registered torch op with a fake and a gradient."""
 
-import torchrec_jagged_attn.codes.api  # noqa: F401 (exported programs have its ops)
 from torchrec_jagged_attn.flash_attention.api import jagged_flash_attention
 from torchrec_jagged_attn.interaction.api import (
     array_jagged_bmm_jagged_out,

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
@@ -161,11 +162,8 @@ def codes(
     num_targets: int = 1,
     dropout: float = 0.0,
 ) -> None:
-    """Packing, unpacking, and attention over packed codes."""
-    ids = PackedCodes(width - 1, num_levels)
-    ids.pack(torch.zeros(N, ids.num_codes, dtype=torch.int8))
-    packed = torch.zeros(N, ids.num_bytes, dtype=torch.uint8)
-    ids.unpack(packed)
+    """Attention over packed codes."""
+    packed = torch.zeros(N, PackedCodes(width - 1, num_levels).num_bytes, dtype=torch.uint8)
     biases = tables(4) if biased else {}
     jagged_target_attention(
         zeros(4, num_targets, 4, width, dtype=dtype), packed, OFFSETS, num_levels=num_levels,
