@@ -581,16 +581,15 @@ def test_opcheck(device):
     timestamps = torch.arange(12, device=device)
     relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
-    row_dropout = torch.tensor([7, 2**31], device=device)
     dropout = torch.tensor([9, 2**30], device=device)
-    others = (row_dropout, dropout, relative_bias, True, 2, 0.25, True)
+    others = (dropout, relative_bias, True, 2, 0.25, True)
     opcheck(op, (*arguments, *biases, timestamps, None, *others))
     others = (timestamps, timestamps[3:6], *others)
     biases[0] = draw_prior_weights(12, device).requires_grad_()
     opcheck(op, (*arguments, *biases, *others))
     without_gradients = [x.detach() for x in arguments]
-    opcheck(op, (*without_gradients, *[None] * 8, False, 0, 0.25, False))
-    opcheck(op, (*without_gradients, *[None] * 8, True, 3, 0.25, False))
+    opcheck(op, (*without_gradients, *[None] * 7, False, 0, 0.25, False))
+    opcheck(op, (*without_gradients, *[None] * 7, True, 3, 0.25, False))
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["as-is", "transposed"])

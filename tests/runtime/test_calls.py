@@ -242,7 +242,7 @@ def of_placed_target(lengths, device):
     _, leaves, rest = of_target_of_requests(lengths, device)
     rest["row_numbers"] = 2 * torch.arange(sum(lengths), device=device)
     rest["row_number_ends"] = 2 * rest["offsets"][1:]
-    rest["row_dropout"] = rest["dropout"] = torch.tensor([7, 2**30], device=device)
+    rest["dropout"] = torch.tensor([7, 2**30], device=device)
 
     def attend(**inputs):
         arguments = arguments_of(inputs, score="silu", for_backward=torch.is_grad_enabled())
@@ -338,7 +338,7 @@ KINDS = {
     "target by index": of_target_by_index,
     "target by index, jagged": of_jagged_target_by_index,
     "target, weighted": weighted(of_target),
-    "target, dropped": seeded(functools.partial(of_target, row_dropout=0.4, dropout=0.4)),
+    "target, dropped": seeded(functools.partial(of_target, dropout=0.4)),
     "target, SiLU": functools.partial(of_biased_target, score="silu"),
     "target of some rows": of_placed_target,
     "target and log-sum-exps": with_lse,
@@ -346,7 +346,7 @@ KINDS = {
     "module, jagged": functools.partial(of_module, jagged=True),
     "module by index": functools.partial(of_module, by_index=True),
     "module, weighted": weighted(of_module),
-    "module, dropped": seeded(functools.partial(of_module, row_dropout=0.4)),
+    "module, dropped": seeded(functools.partial(of_module, dropout=0.4)),
     "module, sigmoid": functools.partial(of_module, score="sigmoid"),
     "module, materialized": materialized,
     # Which has a weight for each projection.
@@ -366,8 +366,7 @@ KINDS = {
     "flash, biased": of_biased_flash,
     "flash of a window": functools.partial(of_relative_flash, window=9),
     "flash, weighted": weighted(of_flash),
-    "flash, dropped": seeded(functools.partial(of_flash, row_dropout=0.4)),
-    "flash, dropped weights": seeded(functools.partial(of_flash, dropout=0.4)),
+    "flash, dropped": seeded(functools.partial(of_flash, dropout=0.4)),
     "flash of a module": of_self_attention,
     "taken rows": of_taken_rows,
     **{f"op: {name}": kind for name, kind in INTERACTIONS.items()},

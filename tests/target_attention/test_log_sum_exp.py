@@ -12,7 +12,7 @@ from tests.oracles import target_attention_oracle
 from tests.samples import assert_rows_behind_never_matter
 from tests.target_attention.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.tolerance import assert_matches_oracle
-from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
+from torchrec_jagged_attn.attention.cpu_dropout import weight_factors
 from torchrec_jagged_attn.runtime.registration import flatten
 from torchrec_jagged_attn.target_attention.api import call_target_attention
 from torchrec_jagged_attn.target_attention.api import target_attention_with_lse as attend_with_lse
@@ -67,7 +67,7 @@ def attend_by_owner(owners, **inputs):
 
 
 def oracle_of(inputs):
-    """Rows that are dropped have a prior weight of zero."""
+    """``target_attention_oracle`` with the arguments of ``inputs``."""
     num_samples, num_rows = inputs["offsets"].numel() - 1, int(inputs["offsets"][-1])
     factors, query = None, inputs["query"]
     if "dropout" in inputs:
@@ -76,12 +76,9 @@ def oracle_of(inputs):
         r, n = (torch.arange(x, device=query.device) for x in (shape[0] * shape[1], num_rows))
         factors = weight_factors(inputs["dropout"], r, n).view(shape)
 
-    def oracle(history, indices=None, bias=None, row_dropout=None, dropout=None, **others):
+    def oracle(history, indices=None, bias=None, dropout=None, **others):
         if bias is not None and bias.dim() == 1:
             others["prior_weights"], bias = bias, None
-        if row_dropout is not None:
-            weights = others.get("prior_weights", history.new_ones(num_rows))
-            others["prior_weights"] = weights.masked_fill(dropped_rows(row_dropout, num_rows), 0)
         others |= {"bias": bias, "weight_factors": factors, "return_lse": True}
         rows = history if indices is None else history[indices]
         return joined(*target_attention_oracle(history=rows, **others))
@@ -118,7 +115,6 @@ def make_inputs(
     if "indices" in others:  # some indices occur once, some several times
         inputs["indices"] = torch.randint(num_rows, [num_rows], generator=generator).to(device)
     if "drops" in others:
-        inputs["row_dropout"] = torch.tensor([5, 2**30], device=device)
         inputs["dropout"] = torch.tensor([7, 2**30], device=device)
     return inputs
 

@@ -60,7 +60,6 @@ def op_arguments(
         "age_bias": draw(5, 2),
         "timestamps": torch.arange(8, device=device),
         "request_time": torch.tensor([9, 0, 6], device=device) if jagged else None,
-        "row_dropout": None,
         "dropout": None,
         "num_heads": 2,
         "dtype": torch.float32,

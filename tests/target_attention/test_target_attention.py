@@ -568,7 +568,6 @@ def arguments_of_op(inputs, *, jagged=False, **others):
         "age_bias": torch.randn(5, 2, device=device, requires_grad=True),
         "timestamps": torch.arange(8, device=device),
         "request_time": torch.tensor([9, 0, 6], device=device) if jagged else None,
-        "row_dropout": torch.tensor([7, 2**31], device=device),
         "dropout": torch.tensor([9, 2**30], device=device),
     }
     return flatten(arguments_of(inputs, **given | others))

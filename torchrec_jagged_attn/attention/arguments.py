@@ -22,9 +22,7 @@ class Biases(NamedTuple):
     timestamps: Tensor | None = None  # [N], of which the ages are taken
     # [B], the time that a sample's ages are counted from; ``None`` for that of its newest row
     request_time: Tensor | None = None
-    # [2] int64, see ``attention/dropout.py``: rows that it drops have a bias of ``-inf``
-    row_dropout: Tensor | None = None
-    # [2] int64, see there: weights that it drops are zero, and the others larger
+    # [2] int64, see ``attention/dropout.py``: weights that it drops are zero, and the others larger
     dropout: Tensor | None = None
 
     @property

@@ -6,21 +6,12 @@ import torch
 from torch import Tensor
 
 
-def dropped_rows(row_dropout: Tensor, num_rows: int, row_numbers: Tensor | None = None) -> Tensor:
-    """``[N]``: whether ``row_dropout`` (``[2]`` int64: a seed, and how many of 2^32 draws drop)
-    drops each row, which draws by its index or, if given, by its row number.
-    """
-    seed, drops = row_dropout.unbind()
-    if row_numbers is None:
-        row_numbers = torch.arange(num_rows, device=seed.device)
-    return _draws(seed, row_numbers.long()) < drops
-
-
 def weight_factors(dropout: Tensor, r: Tensor, n: Tensor) -> Tensor:
     """``[R, N]`` fp64: what weights of the query rows ``r`` and the history rows ``n`` are
     multiplied with: zero of what ``dropout`` drops, else one by the probability to be kept.
 
-    Query rows are rows times heads, in this order, and ``dropout`` is as ``row_dropout``.
+    Query rows are rows times heads, in this order, and ``dropout`` is ``[2]`` int64: a seed, and
+    how many of 2^32 draws drop.
     """
     seed, drops = dropout.unbind()
     factor = 2**32 / (2**32 - drops).double()

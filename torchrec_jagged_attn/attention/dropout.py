@@ -20,7 +20,7 @@ def draw_dropout(drops: int, device: torch.device) -> Tensor | None:
     """``[2]`` int64: a new seed, of PyTorch's generator for ``device``, and ``drops``; or ``None``,
     if these are zero.
 
-    A row or a weight is dropped if its draw is below ``drops``. Nothing else is stored: forward and
+    A weight is dropped if its draw is below ``drops``. Nothing else is stored: forward and
     backward draw alike, and so do CPU and GPU. A CUDA graph has a new seed each time that it is
     replayed.
     """

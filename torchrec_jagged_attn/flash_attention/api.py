@@ -53,7 +53,6 @@ def jagged_flash_attention(
     request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
-    row_dropout: float = 0.0,
     dropout: float = 0.0,
     causal: bool = False,
     window: int | None = None,
@@ -77,7 +76,6 @@ def jagged_flash_attention(
     request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
-    row_dropout: float = 0.0,
     dropout: float = 0.0,
     causal: bool = False,
     window: int | None = None,
@@ -100,7 +98,6 @@ def jagged_flash_attention(
     request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
-    row_dropout: float = 0.0,
     dropout: float = 0.0,
     causal: bool = False,
     window: int | None = None,
@@ -152,11 +149,10 @@ def jagged_flash_attention(
             the key, and the gradient is zero there.
         relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
             On a GPU, of up to 2^30 - 129 rows of queries and of keys.
-        row_dropout: the probability that a key is masked, for all queries and heads, as if its
-            prior weight were zero. Drawn in each call, with PyTorch's generator of the device.
         dropout: the probability that a weight :math:`p_{ij}` of a head is set to zero, as in
             ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``. The softmax
-            is over all of them, and so is its log-sum-exp. Drawn as ``row_dropout`` is.
+            is over all of them, and so is its log-sum-exp. Drawn in each call, with PyTorch's
+            generator of the device.
         causal: query ``i`` of ``Lq`` attends to the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query attends to all.
         window: maximum number of keys that a query attends to, the newest of those that ``causal``
@@ -174,7 +170,7 @@ def jagged_flash_attention(
     Raises:
         TypeError: a dtype does not fit, ``window`` is not an int, ``scale`` not a number, or
             ``causal`` not a bool.
-        ValueError: a shape, a device, ``row_dropout``, ``dropout``, ``window`` or (on CPU, or under
+        ValueError: a shape, a device, ``dropout``, ``window`` or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
 
@@ -212,14 +208,12 @@ def jagged_flash_attention(
         )
     window = check_window(window, causal)
     check_bool(return_lse, "return_lse")
-    dropped_rows = draw_dropout(drops_of(row_dropout, "row_dropout"), q.device)
     dropped_weights = draw_dropout(drops_of(dropout, "dropout"), q.device)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else check_number(scale, "scale")
     arguments = (
         q, k, v, q_offsets, kv_offsets,
         bias_or_prior_weights(bias, prior_weights, kv_offsets), position_bias, age_bias, timestamps,
-        request_time, dropped_rows, dropped_weights, relative_bias, causal, window or 0, scale,
-        return_lse,
+        request_time, dropped_weights, relative_bias, causal, window or 0, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
         return call_flash_attention(*arguments)
@@ -283,7 +277,7 @@ flash_attention, call_flash_attention = register_op(
     forward=forward,
     fake=new_outputs,
     backward=_backward,
-    non_differentiable=("timestamps", "request_time", "row_dropout", "dropout"),
-    axes=dict.fromkeys(("position_bias", "age_bias", "relative_bias", "row_dropout", "dropout"), -1)
+    non_differentiable=("timestamps", "request_time", "dropout"),
+    axes=dict.fromkeys(("position_bias", "age_bias", "relative_bias", "dropout"), -1)
     | {"stats": 1},
 )

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import SCORES, Biases
-from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
+from torchrec_jagged_attn.attention.cpu_dropout import weight_factors
 from torchrec_jagged_attn.flash_attention import extension
 from torchrec_jagged_attn.flash_attention.arguments import (
     FlashArguments,
@@ -344,7 +344,7 @@ def bias_of_keys(
 
     On any device, and without waiting for it.
     """
-    bias, position_bias, age_bias, timestamps, request_time, row_dropout, _ = biases
+    bias, position_bias, age_bias, timestamps, request_time, _ = biases
     positions = ages = None
     terms = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:
@@ -367,10 +367,6 @@ def bias_of_keys(
                 reference = request_time.index_select(0, samples)
             ages = _age_buckets(reference, timestamps, len(age_bias))
             terms.append(age_bias.to(dtype).index_select(0, ages))
-    if row_dropout is not None:
-        dropped = dropped_rows(row_dropout, num_keys, row_numbers).unsqueeze(1)
-        zeros = torch.zeros(1, num_heads, dtype=dtype, device=dropped.device)
-        terms.append(zeros.masked_fill(dropped, -torch.inf))
     total = sum(terms[1:], terms[0]).T.contiguous() if terms else None
     return total, (positions, ages)
 

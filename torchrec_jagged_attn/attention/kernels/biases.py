@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.attention.kernels.dropout import is_dropped
-
 
 @triton.jit
 def recency_bucket(distance, num_buckets):
@@ -80,9 +78,8 @@ def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr
 
     ``biases`` are ``records.Biases``; C are Constants of either attention.
 
-    PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative; dropped
-    rows have ``-inf``. Query rows from ``count`` on have a bias of zero, since they have no maximum
-    to subtract.
+    PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative. Query
+    rows from ``count`` on have a bias of zero, since they have no maximum to subtract.
     """
     mask = visible & (r < count)
     head = (r % C.H).to(tl.int32)
@@ -101,10 +98,6 @@ def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr
         if C.A > 0:
             ptrs = biases.age_bias + of_age * C.H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    if biases.row_dropout is not None:
-        numbers = load_row_numbers(biases, n, visible).to(tl.int64)
-        dropped = is_dropped(biases.row_dropout, numbers) & mask
-        bias = tl.where(dropped, -float("inf"), bias)
     return bias
 
 

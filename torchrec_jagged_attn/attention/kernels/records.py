@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 
 class Biases(NamedTuple):
-    """Biases of scores, and dropout; the first seven fields are those of ``arguments.Biases``."""
+    """Biases of scores, and dropout; the first six fields are those of ``arguments.Biases``."""
 
     bias: Any
     position_bias: Any
     age_bias: Any
     timestamps: Any
     request_time: Any
-    row_dropout: Any
     dropout: Any
     # [N], see ``TargetArguments``; of target attention alone, like the next
     row_numbers: Any = None
