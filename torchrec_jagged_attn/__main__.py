@@ -19,7 +19,6 @@ from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.flash_attention import extension
 from torchrec_jagged_attn.flash_attention import plan as flash_plan
 from torchrec_jagged_attn.interaction import plan as interaction_plan
-from torchrec_jagged_attn.runtime.calls import DEVICES, ENABLED, replay_extension
 from torchrec_jagged_attn.runtime.dispatch import table
 from torchrec_jagged_attn.runtime.extension import summary
 from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
@@ -110,11 +109,9 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 def build() -> int:
-    """Build the C++ that calls would, and print the path of each library. Returns the exit code."""
+    """Build the C++ of attention on a CPU, and print the library's path. Returns the exit code."""
     try:
         print(extension.build())
-        if ENABLED and DEVICES:
-            print(replay_extension.build())
     except Exception as error:
         print(*filter(None, (error, error.__cause__)), sep="\n", file=sys.stderr)
         return 1
@@ -135,9 +132,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--build",
         action="store_true",
-        help="only build the C++ that ops call, for a CUDA build of PyTorch that of replays, too, "
-        "and print the path of each library; where that fails, print the compiler's "
-        "output and exit with 1",
+        help="only build the C++ of attention on a CPU, and print the library's path; if that "
+        "fails, print the compiler's output and exit with 1",
     )
     return parser.parse_args(argv)
 

@@ -8,7 +8,6 @@ compiled kernels: unchanged ones are not compiled again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import pkgutil
 import re
@@ -23,7 +22,6 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import JITFunction, driver
 
 import torchrec_jagged_attn
@@ -41,7 +39,6 @@ from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.interaction import gradients as interaction_gradients
 from torchrec_jagged_attn.ops import jagged_dense_add, jagged_dense_mul
 from torchrec_jagged_attn.runtime.launch import Launcher, as_constexprs
-from torchrec_jagged_attn.runtime.recording import Recorder
 from torchrec_jagged_attn.selection import api as ops_of_selection
 from torchrec_jagged_attn.semantic_ids import PackedCodes
 from torchrec_jagged_attn.target_attention.api import target_attention_with_lse
@@ -332,12 +329,6 @@ CASES = {
     ),
     "selection of the newest": Case((90,), "selection", lambda: selection(None)),
 }
-TYPES = {  # of parameters in PTX
-    "pointer": {"u64"},
-    "expression": {"u32", "u64"},
-    "constant_bits": {"f32", "b32"},
-    "descriptor": {"b8"},
-}
 FITS = {
     "one warp",
     "one warp, SiLU",
@@ -378,30 +369,6 @@ def stack_bytes(compiled: Any) -> int:
     return int(found)
 
 
-def parameters_of(compiled: Any) -> list[str]:
-    """Types of the parameters of a kernel in PTX."""
-    (declared,) = re.findall(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
-    return re.findall(r"\.param (?:\.align \d+ )?\.(\w+)", declared)
-
-
-def packed_by_replays(compiled: Any, arguments: tuple[Any, ...]) -> list[str]:
-    """Kinds of the parameters that ``replay.cpp`` passes to the kernel."""
-    recorder = Recorder()
-
-    def traced(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return recorder.input(0, x, -1)
-        if isinstance(x, TensorDescriptor):
-            return dataclasses.replace(x, base=traced(x.base))
-        return tuple(map(traced, x)) if isinstance(x, tuple) else x
-
-    types = list(compiled.src.signature.values())
-    boxes = list(compiled.metadata.tensordesc_meta or [])
-    packed: list[tuple[str, int, int, int]] = []
-    recorder.add_parameters(types, traced(tuple(arguments)), boxes, packed)
-    return [kind for kind, *_ in packed]
-
-
 def assert_compiles(name: str, arch: int) -> None:
     """All launches of a case compile for ``arch``, within the limits of a program."""
     with ops_on(arch) as launches:
@@ -410,11 +377,6 @@ def assert_compiles(name: str, arch: int) -> None:
         for kernel, grid, arguments, constants in found:
             compiled = kernel.warmup(*arguments, grid=grid, **as_constexprs(constants))
             assert compiled.metadata.shared <= SHARED_MEMORY[arch], label(kernel)
-            *taken, _, _ = parameters_of(compiled)  # without the two scratch buffers
-            packed = packed_by_replays(compiled, arguments)
-            assert len(packed) == len(taken), label(kernel)
-            for kind, of_type in zip(packed, taken, strict=True):
-                assert of_type in TYPES[kind], label(kernel)
             if name in FITS:
                 assert stack_bytes(compiled) == 0, label(kernel)
 

@@ -28,5 +28,5 @@ def _fake_unpack(packed: Tensor, num_codes: int, num_levels: int) -> Tensor:
     return packed.new_empty(packed.shape[0], num_codes, dtype=torch.int8)
 
 
-pack_codes, _ = register_op_without_grad("pack_codes", forward=_pack, fake=_fake_pack)
-unpack_codes, _ = register_op_without_grad("unpack_codes", forward=_unpack, fake=_fake_unpack)
+pack_codes = register_op_without_grad("pack_codes", forward=_pack, fake=_fake_pack)
+unpack_codes = register_op_without_grad("unpack_codes", forward=_unpack, fake=_fake_unpack)

@@ -278,6 +278,4 @@ flash_attention, call_flash_attention = register_op(
     fake=new_outputs,
     backward=_backward,
     non_differentiable=("timestamps", "request_time", "dropout"),
-    axes=dict.fromkeys(("position_bias", "age_bias", "relative_bias", "dropout"), -1)
-    | {"stats": 1},
 )

@@ -206,12 +206,17 @@ def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
 
 
-pair_offsets, call_pair_offsets = register_op_without_grad(
+pair_offsets = register_op_without_grad(
     "jagged_pair_offsets",
     forward=_offsets_forward,
     fake=lambda x_offsets, y_offsets: x_offsets.new_empty(x_offsets.shape, dtype=torch.int64),
-    check=_check_offsets,
 )
+
+
+def call_pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """Check the offsets, and return those of pairs."""
+    _check_offsets(x_offsets, y_offsets)
+    return pair_offsets(x_offsets, y_offsets)
 
 
 def _check_pairs(
@@ -272,7 +277,6 @@ pair_bmm, call_pair_bmm = register_op(
     backward=_pair_backward,
     flops=lambda args, needs: 2 * args.total * args.x.shape[1] * _products(needs),
     unsaved=("out",),
-    lengths=("total",),
 )
 
 
@@ -319,7 +323,6 @@ array_jagged_bmm, call_array_jagged_bmm = register_op(
     backward=_array_backward,
     flops=lambda args, needs: 2 * args.p.numel() * args.y.shape[1] * _products(needs),
     unsaved=("out",),
-    lengths=("num_rows",),
 )
 
 

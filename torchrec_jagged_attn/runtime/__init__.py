@@ -1,1 +1,1 @@
-"""How ops are registered, launched, recorded and replayed."""
+"""How ops are registered, launched and dispatched."""

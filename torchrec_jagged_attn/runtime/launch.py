@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -25,9 +25,6 @@ class Launcher:
             argument is a tensor, or a record that begins with one; compile-time constants are last.
     """
 
-    # What launches in place of all launchers: it is given the launcher, and what that was.
-    observer: Callable[..., None] | None = None
-
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.compiled: dict[tuple, tuple[Any, list[Any]]] = {}
@@ -45,19 +42,9 @@ class Launcher:
             arguments: all but the compile-time constants, in the kernel's order.
             constants: the compile-time constants, and Triton's options such as ``num_warps``.
         """
-        observer = Launcher.observer
-        if observer is None:
-            self.launch(grid, arguments, constants)
-        else:
-            observer(self, grid, arguments, constants)
-
-    def launch(
-        self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
-    ) -> Any | None:
-        """Launch, and return the compiled kernel, if there is one."""
         if not self.constants:
             self.kernel[grid](*arguments, **constants)
-            return None
+            return
         first = arguments[0]
         device = (first[0] if isinstance(first, tuple) else first).get_device()
         key = (device, *constants.values(), *_traits(arguments, self.specialized))
@@ -65,7 +52,7 @@ class Launcher:
         if found is None:
             compiled = self.kernel[grid](*arguments, **as_constexprs(constants))
             self.compiled[key] = compiled, [constants[name] for name in self.constants]
-            return compiled
+            return
         compiled, of_kernel = found
         grid = (*grid, 1, 1)[:3]
         if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # of a profiler
@@ -74,7 +61,6 @@ class Launcher:
             stream = driver.active.get_current_stream(device)  # pyright: ignore[reportAttributeAccessIssue]
             handles = compiled.function, compiled.packed_metadata
             compiled.run(*grid, stream, *handles, None, None, None, *arguments, *of_kernel)
-        return compiled
 
 
 def _traits(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashable]:

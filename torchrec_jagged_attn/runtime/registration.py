@@ -1,7 +1,7 @@
 """How an op is registered: its implementation, fake and gradient.
 
-As by ``torch.library.custom_op``, but that transforms of ``torch.func`` take gradients, too, and
-that what has no derivative says so. Where the host must not be late, ``calls.py`` calls an op.
+Unlike ops of ``torch.library.custom_op``, they support gradients by transforms of ``torch.func``,
+and raise an error for derivatives that they do not have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
-from torchrec_jagged_attn.runtime.calls import ReplayedOp
 from torchrec_jagged_attn.runtime.flops import count_flops
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -50,15 +49,13 @@ def register_op(
     fake: Callable[[Arguments], Outputs],
     backward: Callable[..., NamedTuple],
     non_differentiable: tuple[str, ...] = (),
-    axes: dict[str, int] | None = None,
     unsaved: tuple[str, ...] = (),
     fake_backward: Callable[..., NamedTuple] | None = None,
     passes_gradient: bool = False,
     num_differentiable: int = 1,
-    lengths: tuple[str, ...] = (),
     check: Callable[..., object] = lambda *_: None,
     flops: Callable[[Arguments, Arguments | None], int] | None = None,
-) -> tuple[torch._ops.OpOverload, ReplayedOp]:
+) -> tuple[torch._ops.OpOverload, Callable[..., Any]]:
     """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
 
     Both run with autocast off, and return new tensors that share no memory with any other.
@@ -78,8 +75,6 @@ def register_op(
             one, and ``needs`` has a bool for each argument: whether its gradient is needed.
         non_differentiable: names of tensors among the arguments that may be floating-point, and of
             which the output is piecewise constant: they have no gradient, even if they require one.
-        axes: of arguments and outputs, along which axis their length differs from call to call; -1
-            for none. By default along the first one.
         unsaved: names of arguments and outputs that ``backward`` does not read, and gets ``None``
             for.
         fake_backward: ``(*grads, arguments, outputs)`` to a record of all gradients without data,
@@ -88,15 +83,14 @@ def register_op(
             made by ``backward``.
         num_differentiable: how many of the outputs have a gradient, the first ones. Where there are
             several, the gradient of an output that is not used is zeros.
-        lengths: names of the integers that differ from call to call, which follow the tensors.
-        check: of the arguments, raises if they do not fit; made by the caller that is returned, not
-            by the op itself.
+        check: raises an error for arguments that do not fit. The returned function calls it, the op
+            itself does not.
         flops: of products, for PyTorch's counter: those of forward, or, with ``needs``, of
             backward. An op without products has none.
 
     Returns:
-        The op, a function of the arguments one by one; and what calls it at little cost to the
-        host, for the outputs that have a gradient alone.
+        The op, and a function that checks the arguments, calls the op, and returns the outputs that
+        have a gradient.
     """
     of_arguments, of_outputs = _leaves(arguments), _leaves(outputs)
     num_arguments, is_single = len(of_arguments), len(of_outputs) == 1
@@ -145,12 +139,12 @@ def register_op(
         return gradients
 
     returns = f"({', '.join(SCHEMA_TYPES[x] for x in of_outputs.values())})"
-    op, run, library = _define(
+    op, library = _define(
         name, run_forward, fake_forward, f"({_parameters(of_arguments)}) -> {returns}"
     )
     grads = {f"grad_{x}": Tensor for x in ("out", *outputs._fields[1:num_differentiable])}
     saved_types = of_arguments | of_outputs | dict.fromkeys(unsaved, Tensor | None)
-    backward_op, run_backward, backward_library = _define(
+    backward_op, backward_library = _define(
         f"{name}_backward",
         gradients,
         fake_gradients,
@@ -212,21 +206,14 @@ def register_op(
     for key in ("FuncTorchBatched", "Batched"):
         backward_library.impl(f"{name}_backward", refuse_batch, key)
 
-    floats = [x not in non_differentiable and not x.endswith("offsets") for x in tensors]
-    names = (*tensors, *outputs._fields)
-    all_axes = [(axes or {}).get(x, 0) for x in names]
-    return op, ReplayedOp(
-        op,
-        check=check,
-        differentiable=floats,
-        num_lengths=len(lengths),
-        num_returned=num_differentiable,
-        axes=[0] * num_differentiable + all_axes,
-        saved=saved,
-        run=run,
-        run_backward=passed(run_backward),
-        call_backward=passed(call_backward),
-    )
+    def call(*arguments: Any) -> Any:
+        check(*arguments)
+        made = op(*arguments)
+        if is_single:
+            return made
+        return made[0] if num_differentiable == 1 else made[:num_differentiable]
+
+    return op, call
 
 
 def register_op_without_grad(
@@ -234,32 +221,13 @@ def register_op_without_grad(
     *,
     forward: Callable[..., Any],
     fake: Callable[..., Any],
-    lengths: tuple[str, ...] = (),
-    check: Callable[..., object] = lambda *_: None,
-) -> tuple[torch._ops.OpOverload, ReplayedOp]:
-    """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, to be called where no gradient is
-    taken, as in another op's backward.
+) -> torch._ops.OpOverload:
+    """Register ``torchrec_jagged_attn::name``, which has no gradient, for CPU and CUDA.
 
-    The schema is that of the annotated ``forward``, which runs with autocast off, and returns new
-    tensors that share no memory with any other. Tensors come before all other inputs; along its
-    first axis, the length of each differs from call to call. ``lengths`` and ``check`` are those of
-    :func:`register_op`.
-
-    Returns:
-        The op, and what calls it at little cost to the host. Several outputs are a tuple.
+    The schema is that of the annotated ``forward``, which runs with autocast off and returns new
+    tensors.
     """
-    op, run, _ = _define(name, forward, fake)
-    num_tensors, num_outputs = len(_tensors(op)), len(op._schema.returns)
-    return op, ReplayedOp(
-        op,
-        check=check,
-        differentiable=[False] * num_tensors,
-        num_lengths=len(lengths),
-        axes=[0] * (num_outputs + num_tensors + num_outputs),
-        saved=[False] * (num_tensors + num_outputs),
-        run=run,
-        num_returned=num_outputs,
-    )
+    return _define(name, forward, fake)[0]
 
 
 def _tensors(op: torch._ops.OpOverload) -> list[str]:
@@ -367,9 +335,8 @@ def _define(
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     schema: str | None = None,
-) -> tuple[torch._ops.OpOverload, Callable[..., Any], torch.library.Library]:
-    """The op of an implementation and its fake, without a gradient; what runs on a device; and the
-    op's library.
+) -> tuple[torch._ops.OpOverload, torch.library.Library]:
+    """Define an op without a gradient, and return it with its library.
 
     The first input is a tensor, whose device becomes the current one. The schema is by default that
     of the annotated implementation.
@@ -391,4 +358,4 @@ def _define(
         library.impl(name, run, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    return op, run, library
+    return op, library

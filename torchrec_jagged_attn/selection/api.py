@@ -106,7 +106,7 @@ def select_rows(
         capacity = check_int(capacity, "capacity", 0, "an int or None")
     validates = should_validate(offsets)
     room = num_rows if capacity is None else capacity
-    rows, inverse, new_offsets = call_selected_rows(
+    rows, inverse, new_offsets = selected_rows(
         offsets, scores, segments, limits, num_rows, max(room, num_rows) if validates else room,
         num_segments, limit, -torch.inf if threshold is None else float(threshold),
     )  # fmt: skip
@@ -263,11 +263,8 @@ def _select_rows_fake(
     return rows, inverse, torch.empty_like(offsets)
 
 
-selected_rows, call_selected_rows = register_op_without_grad(
-    "selected_rows",
-    forward=_select_rows,
-    fake=_select_rows_fake,
-    lengths=("num_rows", "capacity"),
+selected_rows = register_op_without_grad(
+    "selected_rows", forward=_select_rows, fake=_select_rows_fake
 )
 
 

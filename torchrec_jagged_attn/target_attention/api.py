@@ -354,7 +354,6 @@ _REGISTERED: dict[str, Any] = {
     "non_differentiable": (
         "indices", "timestamps", "request_time", "dropout", "row_numbers", "row_number_ends",
     ),
-    "axes": dict.fromkeys(("position_bias", "age_bias", "dropout"), -1) | {"stats": 1},
 }  # fmt: skip
 _, call_target_attention = register_op(
     "target_attention",

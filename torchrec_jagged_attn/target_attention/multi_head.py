@@ -477,10 +477,4 @@ multi_head_target_attention, call_multi_head_target_attention = register_op(
     fake=_fake,
     backward=_backward,
     non_differentiable=("indices", "timestamps", "request_time", "dropout"),
-    axes=dict.fromkeys(
-        (
-            "q_weight", "k_weight", "v_weight", "in_bias", "out_weight", "out_bias",
-            "position_bias", "age_bias", "dropout",
-        ), -1,
-    ) | {"stats": 1},
-)  # fmt: skip
+)

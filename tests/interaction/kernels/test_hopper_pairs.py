@@ -9,7 +9,7 @@ from torchrec_jagged_attn import devices, ops
 from torchrec_jagged_attn.interaction import plan
 from torchrec_jagged_attn.interaction.kernels import hopper_pairs
 from torchrec_jagged_attn.interaction.kernels.products import pair_offsets
-from torchrec_jagged_attn.runtime import calls, dispatch
+from torchrec_jagged_attn.runtime import dispatch
 
 SIZES = [
     (0, 5),
@@ -76,7 +76,6 @@ def test_pairs_of_short_samples_take_another_kernel(hopper, monkeypatch, caplog)
     device, launched = hopper
     x, y, offsets, expected = whole_numbers(64, device)
     monkeypatch.setattr(dispatch, "LOG", True)
-    monkeypatch.setattr(calls, "ENABLED", False)  # as TORCHREC_JAGGED_ATTN_LOG=1 does
     caplog.set_level("INFO")
     out = ops.jagged_jagged_bmm_jagged_out(x, y, *offsets)
     (said,) = caplog.messages
