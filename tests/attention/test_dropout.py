@@ -14,7 +14,7 @@ from tests.combinations import each_pair
 from tests.modules.target_attention_inputs import attend, make_inputs, make_module
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
 from tests.modules.test_self_attention import run
-from tests.oracles import flash_attention_oracle, target_attention_oracle
+from tests.oracles import flash_attention_oracle, target_attention_oracle, weight_factors
 from tests.target_attention.test_log_sum_exp import attend as attend_with_lse
 from tests.target_attention.test_log_sum_exp import joined as joined_with_lse
 from tests.target_attention.test_log_sum_exp import make_inputs as make_target_inputs
@@ -30,7 +30,6 @@ from torchrec_jagged_attn import (
     jagged_flash_attention,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.attention.cpu_dropout import are_among, weight_factors
 from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 
 P = 0.4
@@ -96,12 +95,6 @@ def test_draws(seed):
     assert actual.tolist() == expected
 
 
-def test_draws_are_unsigned():
-    draws = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1])
-    for drops in (0, 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32):
-        assert torch.equal(are_among(draws.to(torch.int32), torch.tensor(drops)), draws < drops)
-
-
 def is_dropped(dropout, num_query_rows, num_rows):
     return weight_factors(dropout, torch.arange(num_query_rows), torch.arange(num_rows)) == 0
 
@@ -146,7 +139,6 @@ def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num
     )
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("layout", "num_targets", "dtype", "others", "score"),
     [
@@ -172,7 +164,6 @@ def test_target_attention(layout, num_targets, dtype, others, score, device):
 FLASH = jagged_flash_attention, flash_attention_oracle
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("mask", "width", "dtype"),
     each_pair([(False, None), (True, None), (True, 9)], [16, 64], [torch.float32, torch.float16]),

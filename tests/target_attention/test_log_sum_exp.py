@@ -8,11 +8,10 @@ import torch
 
 from tests.cases import Case, offsets_of
 from tests.fixtures import skip_unless_supported
-from tests.oracles import target_attention_oracle
+from tests.oracles import target_attention_oracle, weight_factors
 from tests.samples import assert_rows_behind_never_matter
 from tests.target_attention.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.tolerance import assert_matches_oracle
-from torchrec_jagged_attn.attention.cpu_dropout import weight_factors
 from torchrec_jagged_attn.runtime.registration import flatten
 from torchrec_jagged_attn.target_attention.api import call_target_attention
 from torchrec_jagged_attn.target_attention.api import target_attention_with_lse as attend_with_lse
@@ -153,13 +152,11 @@ CASES = [  # of targets and heads, from one row of queries to more than a block 
 ]
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(("layout", "num_targets", "num_heads", "dtype", "others"), CASES, ids=str)
 def test_right(layout, num_targets, num_heads, dtype, others, device):
     assert_right(make_inputs(device, dtype, num_targets, num_heads, others, layout=layout))
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(("layout", "num_targets", "num_heads", "dtype", "others"), CASES, ids=str)
 def test_owners_of_rows(layout, num_targets, num_heads, dtype, others, device):
     """As if one had them all, and with the same draws."""
@@ -234,7 +231,7 @@ def assert_rows_behind_never_matter_to(inputs, num_behind):
     assert_rows_behind_never_matter(attend, inputs, grad_out, behind, out_behind)
 
 
-@pytest.mark.usefixtures("nan_filled_memory", "without_a_compiler")
+@pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize(
     ("case", "num_behind"), [*zip(CASES, itertools.cycle(ROWS_BEHIND), strict=False)], ids=str
 )

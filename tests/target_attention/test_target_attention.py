@@ -52,7 +52,6 @@ def inputs_of(lengths, device=CPU, dtype=torch.float32, num_heads=2, num_targets
     }
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
 def test_cases(name, bias, device):
@@ -163,7 +162,6 @@ PRIOR_CASES = [
 ]
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), PRIOR_CASES, ids=str)
 def test_prior_weights(layout, num_targets, dtype, others, device):
     inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)

@@ -97,7 +97,6 @@ def lay_out(inputs, layout, biases):
     return inputs, timestamps
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("layout", "biases", "dtype", "index_dtype"),
     each_pair(
@@ -117,7 +116,6 @@ def test_right(layout, biases, dtype, index_dtype, device):
     assert_right(*lay_out(inputs, layout, biases))
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("layout", ["one-target", "many-targets", "jagged"])
 def test_ages_from_the_request(layout, device):
     inputs = by_index(LENGTHS, device, num_rows=SOME_ALONE, num_targets=TARGETS.get(layout, 9))
@@ -168,7 +166,6 @@ def test_a_row_of_nearly_all_indices():
     assert_matches_oracle(jagged_target_attention, of_distinct_rows, inputs)
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("num_rows", [0, 7])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
 def test_no_index(lengths, num_rows, device):

@@ -2,18 +2,13 @@
 
 ``H`` heads of queries attend over ``K`` heads of keys and values. Target attention is the case of
 one head of keys, which are the raw history rows and the values, too. Sums and the softmax are taken
-in fp32 (fp64 for fp64 inputs), as in the kernels. ``attention.cpp`` computes all of it on all
-cores. Where it cannot be built, :func:`_attend` and :func:`_differentiate` do the same in plain
-PyTorch.
-
-In names, ``N`` counts rows of keys; of one sample, ``L`` counts queries and ``S`` counts keys.
+in fp32 (fp64 for fp64 inputs), as in the kernels. This file prepares the operands;
+``attention.cpp`` attends, on all cores.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import SCORES, Biases
-from torchrec_jagged_attn.attention.cpu_dropout import weight_factors
 from torchrec_jagged_attn.flash_attention import extension
 from torchrec_jagged_attn.flash_attention.arguments import (
     FlashArguments,
@@ -32,7 +26,6 @@ from torchrec_jagged_attn.layout import JaggedLayout
 
 # Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
-LEAST = -1000.0  # a score whose sigmoid is zero, as that of -inf
 
 
 class Additions(NamedTuple):
@@ -80,8 +73,7 @@ def attend(args: FlashArguments, more: Additions = NO_ADDITIONS) -> FlashOutputs
     stats = x.q.new_zeros([2, *x.q.shape[:2]])
     largest_MH, inverse_MH = stats
     wanted = stats if args.needs_stats else stats[:0]
-    compiled = extension.library()
-    out = _attend(x, wanted) if compiled is None else compiled.forward(*x, wanted)
+    out = extension.library().forward(*x, wanted)
     if args.needs_stats:
         largest_MH.masked_fill_(inverse_MH == 0, 0)
     return FlashOutputs(out.to(args.q.dtype), stats)
@@ -121,11 +113,9 @@ def backward(
     if x.indices is None:
         own_grad_k = _without_rows_behind(grad_k, x.k.shape[0])
         own_grad_v = None if grad_v is None else _without_rows_behind(grad_v, x.k.shape[0])
-    grads = own_grad_k, own_grad_v, grad_bias_HN, grad_by_distance
-    if (compiled := extension.library()) is None:
-        grad_q = _differentiate(grad_out, grad_lse, x, *grads)
-    else:
-        grad_q = compiled.backward(grad_out, grad_lse, *x, *grads)
+    grad_q = extension.library().backward(
+        grad_out, grad_lse, *x, own_grad_k, own_grad_v, grad_bias_HN, grad_by_distance
+    )
     grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
     return FlashGradients(
         q=grad_q.mul_(args.scale).to(args.q.dtype),
@@ -160,162 +150,6 @@ def _operands(
         by_distance, args.causal, args.window, SCORES.index(more.score),
         args.biases.dropout, None if numbers is None else numbers.long().contiguous(),
     ), buckets  # fmt: skip
-
-
-def _attend(x: _Operands, stats: Tensor) -> Tensor:
-    """Outputs, in the dtype of ``x.q``, and statistics if ``stats`` has room for them."""
-    out = x.q.new_zeros(*x.q.shape[:2], x.v.shape[2])
-    for queries, keys, _ in _samples(x.q_offsets, x.kv_offsets):
-        q_HLD, k_HSD, v_HSD, bias_HS = _of_sample(x, queries, keys)
-        scores_HLS = q_HLD @ k_HSD.mT
-        hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window) if x.causal else None
-        p_HLS, _ = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
-        kept_HLS = _dropped(p_HLS, x, queries, keys)
-        out[queries] = (kept_HLS @ v_HSD).transpose(0, 1)
-        if x.score:
-            stats[1:, queries] = 1
-            continue
-        for stat, x_HLS in zip(stats, (scores_HLS, p_HLS), strict=False):
-            stat[queries] = x_HLS.amax(2).T
-    return out
-
-
-def _differentiate(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    x: _Operands,
-    grad_k: Tensor,
-    grad_v: Tensor | None,
-    grad_bias_HN: Tensor | None,
-    grad_by_distance: Tensor | None,
-) -> Tensor:
-    """Gradients of ``x.q``, and of all others into their place.
-
-    Those of a sample's distances, ``[Σ max(L, S), H]``, are the rows of it in ``grad_by_distance``.
-    """
-    grad_q = x.q.new_zeros(x.q.shape)
-    for queries, keys, distances in _samples(x.q_offsets, x.kv_offsets):
-        q_HLD, k_HSD, v_HSD, bias_HS = _of_sample(x, queries, keys)
-        grad_out_HLD = _by_head(grad_out[queries])
-        scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
-        hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window) if x.causal else None
-        dp_HLS = _dropped(dp_HLS, x, queries, keys)
-        p_HLS, slopes_HLS = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
-        if slopes_HLS is not None:
-            ds_HLS = slopes_HLS * dp_HLS
-        else:
-            ds_HLS = torch.ops.aten._softmax_backward_data(dp_HLS, p_HLS, 2, p_HLS.dtype)
-        if grad_lse is not None:
-            ds_HLS += p_HLS * grad_lse[queries].T.unsqueeze(2)
-        grad_q[queries] = (ds_HLS @ k_HSD).transpose(0, 1)
-        kept_HLS = _dropped(p_HLS, x, queries, keys)
-        grad_k_SKD, grad_v_SKD = (
-            (a_HLS.mT @ b_HLD).unflatten(0, (x.k.shape[1], -1)).sum(1).transpose(0, 1)
-            for a_HLS, b_HLD in ((ds_HLS, q_HLD), (kept_HLS, grad_out_HLD))
-        )
-        if grad_v is None:
-            grad_k_SKD += grad_v_SKD
-        else:
-            grad_v[keys] = grad_v_SKD.to(x.v.dtype)
-        if x.indices is None:
-            grad_k[keys] = grad_k_SKD.to(x.k.dtype)
-        else:
-            grad_k.index_add_(0, x.indices[keys], grad_k_SKD)
-        if grad_bias_HN is not None:
-            grad_bias_HN[:, keys] = ds_HLS.sum(1)
-        if grad_by_distance is not None:
-            distance = _distances(*ds_HLS.shape[1:]).flatten()
-            grad_by_distance[distances].index_add_(0, distance, ds_HLS.flatten(1).T.double())
-    return grad_q
-
-
-def _samples(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Where queries, keys and distances are of each sample that has keys.
-
-    Of distances it has as many as there are rows of the longer of both.
-    """
-    end = 0
-    for bounds in zip(
-        itertools.pairwise(q_offsets.tolist()), itertools.pairwise(kv_offsets.tolist()), strict=True
-    ):
-        begin, end = end, end + max(last - first for first, last in bounds)
-        queries, keys = itertools.starmap(slice, bounds)
-        if keys.start < keys.stop:
-            yield queries, keys, slice(begin, end)
-
-
-def _of_sample(
-    x: _Operands, queries: slice, keys: slice
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``q`` ``[H, L, D]``, ``k`` and ``v`` ``[H, S, D]`` of a sample, and ``[H, S]`` their bias."""
-    rows = keys if x.indices is None else x.indices[keys]
-    bias_HS = None if x.bias is None else x.bias[:, keys]
-    return _by_head(x.q[queries]), _by_head(x.k[rows], x.q), _by_head(x.v[rows], x.q), bias_HS
-
-
-def _by_head(x: Tensor, q: Tensor | None = None) -> Tensor:
-    """``[H, L, D]`` of ``[L, H, D]``; of keys, each head as often as heads of ``q`` read it."""
-    if q is not None:
-        x = x.to(q.dtype).repeat_interleave(q.shape[1] // x.shape[1], 1)
-    return x.transpose(0, 1)
-
-
-def _weights(
-    scores_HLS: Tensor,
-    bias_HS: Tensor | None,
-    by_distance: Tensor | None,
-    hidden_LS: Tensor | None,
-    score: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Softmax over the keys; of other scores their weights, and derivatives. Adds biases to them.
-
-    A row that sees no score but -inf has weights of zero; one whose softmax sees NaN or +inf has
-    NaN.
-    """
-    if bias_HS is not None:
-        scores_HLS += bias_HS.unsqueeze(1)
-    if by_distance is not None:
-        scores_HLS += by_distance.T[:, _distances(*scores_HLS.shape[1:])]
-    if hidden_LS is not None:
-        scores_HLS.masked_fill_(hidden_LS, -torch.inf)
-    if not score:
-        return torch.ops.aten._safe_softmax(scores_HLS, 2), None
-    x_HLS = scores_HLS.clamp(min=LEAST)
-    of_score, of_opposite = x_HLS.sigmoid(), x_HLS.neg().sigmoid()
-    if SCORES[score] == "silu":
-        return x_HLS * of_score, of_score * (1 + x_HLS * of_opposite)
-    return of_score, of_score * of_opposite
-
-
-def _dropped(x_HLS: Tensor, x: _Operands, queries: slice, keys: slice) -> Tensor:
-    """``x_HLS``, weights or their gradients: zero of those that are dropped, the others larger."""
-    if x.dropout is None:
-        return x_HLS
-    heads, num_rows, num_keys = x_HLS.shape
-    r = queries.start * heads + torch.arange(num_rows * heads, device=x.dropout.device)
-    if x.row_numbers is None:
-        n = keys.start + torch.arange(num_keys, device=x.dropout.device)
-    else:
-        n = x.row_numbers[keys]
-    factors = weight_factors(x.dropout, r, n).view(num_rows, heads, num_keys)
-    return x_HLS * factors.to(x_HLS.dtype).transpose(0, 1)
-
-
-def _hidden(num_rows: int, num_keys: int, window: int) -> Tensor:
-    """``[L, S]``: whether a key comes after a query, where the last of both are at one place; or as
-    many rows before it as a ``window`` that is not 0, or more.
-    """
-    apart = num_keys - num_rows
-    pairs = torch.ones(num_rows, num_keys, dtype=torch.bool, device="cpu")
-    newer = pairs.triu(apart + 1)
-    return newer | pairs.tril(apart - min(window, num_rows + num_keys)) if window else newer
-
-
-def _distances(num_rows: int, num_keys: int) -> Tensor:
-    """``[L, S]``: how far a key is from a query, where the last of both are at one place."""
-    keys = torch.arange(num_keys, device="cpu")
-    rows = torch.arange(num_keys - num_rows, num_keys, device="cpu")
-    return (rows.unsqueeze(1) - keys).abs()
 
 
 def _by_distance(

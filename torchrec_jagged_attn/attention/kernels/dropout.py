@@ -3,7 +3,7 @@
 SplitMix64 (Steele, Lea and Flood, OOPSLA '14) of the query row (over all samples and heads) is
 mixed with the number of the history row by the finalizer of MurmurHash3 (Appleby), so that forward,
 backward and all devices agree. ``dropout`` is ``[2]`` int64: a seed, and 2^32 times the
-probability. ``attention/cpu_dropout.py`` is the same in PyTorch.
+probability. ``flash_attention/attention.cpp`` draws the same on a CPU.
 """
 
 from __future__ import annotations
