@@ -115,10 +115,10 @@ def jagged_flash_attention(
               + R_{\beta(|distance_{ij}|), h})
 
     A row without a visible key gives zeros. Nothing is padded. The
-    first three biases and the prior weights :math:`w_j` are those of
-    :func:`jagged_target_attention`: they belong to a key row. Positions are counted from the last
+    first three biases and the prior weights :math:`w_j` belong to a key row, as in
+    :func:`jagged_target_attention`. Positions are counted from the last
     key of the sample, ages from its ``request_time``, by default the time of its last key. The last
-    bias belongs to the distance between query and key in rows, where both sides end together:
+    bias depends on the distance between query and key in rows, where both sides end together:
     :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
 
     One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity can
@@ -155,16 +155,16 @@ def jagged_flash_attention(
             generator of the device.
         causal: query ``i`` of ``Lq`` attends to the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query attends to all.
-        window: maximum number of keys that a query attends to, the newest of those that ``causal``
-            allows, which ``window`` requires. ``None`` for all.
+        window: maximum number of keys that a query attends to, the newest that ``causal`` allows;
+            needs ``causal``. ``None`` for all.
         scale: factor of the dot products; ``1/√D`` by default.
         return_lse: whether to also return log-sum-exps, to merge attention over parts of the keys.
             They have no gradient.
 
     Returns:
-        ``[ΣLq, H, Dv]``, in the dtype of ``q``. With ``return_lse``, a pair: that, and ``[ΣLq, H]``
-        fp32, the logarithm of the sum of :math:`e` to the scores; ``-inf`` for a row without a
-        visible key. Under autocast ``q``, ``k`` and ``v`` are cast to its dtype, as by
+        ``[ΣLq, H, Dv]``, in the dtype of ``q``. With ``return_lse`` also ``[ΣLq, H]`` fp32, the
+        logarithm of the sum of :math:`e` to the scores; ``-inf`` for a row without a visible key.
+        Under autocast ``q``, ``k`` and ``v`` are cast to its dtype, as by
         ``scaled_dot_product_attention``, and the output has it.
 
     Raises:
@@ -248,13 +248,13 @@ def backward(
     grad_v: Tensor,
     needs_bias: bool,
 ) -> FlashGradients:
-    """Gradients of :func:`forward`, that of ``bias`` if ``needs_bias``.
+    """Gradients of :func:`forward`, with the gradient of ``bias`` if ``needs_bias``.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart, as
-    in two halves of one tensor.
+    The gradients of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be
+    strided, for example two halves of one tensor.
     """
-    of_device = implementation_of(args.q, cpu, kernels)
-    grads = of_device.backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
+    implementation = implementation_of(args.q, cpu, kernels)
+    grads = implementation.backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
     grad_bias = bias_gradient(grads.bias, args.biases.bias) if needs_bias else None
     return grads._replace(bias=grad_bias)
 
