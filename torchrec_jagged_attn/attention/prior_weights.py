@@ -12,7 +12,7 @@ from torchrec_jagged_attn.layout import is_behind
 def bias_or_prior_weights(
     bias: Tensor | None, prior_weights: Tensor | None, offsets: Tensor
 ) -> Tensor | None:
-    """Return what ops take as ``bias``: ``bias`` or ``prior_weights``; if both are given, the sum
+    """Return the ops' argument ``bias``: ``bias`` or ``prior_weights``; if both are given, the sum
     ``[N, H]`` of ``bias`` and the logarithms of ``prior_weights``.
 
     ``offsets`` divide the ``N`` rows into samples.

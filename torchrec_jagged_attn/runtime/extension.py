@@ -1,7 +1,7 @@
 """Builds a C++ source, once for each version of PyTorch, and loads it.
 
-The name of a library contains two digests, of what it was built from and of its own bytes. A
-library that is damaged, for example by a full disk, does not match its name and is not loaded.
+The name of a library contains two digests, of its source and of its bytes. A library that is
+damaged, for example by a full disk, does not match its name and is not loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Extension:
         source: its file. The namespace of the ops is ``torchrec_jagged_attn_`` and the name of its
             folder.
         flags: of the compiler.
-        used_by: what needs the library, for the error message.
+        used_by: the caller that the error message names.
     """
 
     def __init__(self, source: Path, *, flags: Sequence[str], used_by: str) -> None:
@@ -38,10 +38,10 @@ class Extension:
         self.load = functools.cache(self._load)
 
     def library(self) -> torch._ops._OpNamespace:
-        """The ops of the library, which the first call loads, and builds if there is none.
+        """Return the ops of the library. The first call loads it, and builds it if necessary.
 
-        Building takes a C++ compiler, Ninja and up to half a minute. The library stays in PyTorch's
-        folder of extensions, or in that of the variable ``TORCH_EXTENSIONS_DIR``.
+        Building takes a C++ compiler, Ninja and up to half a minute. The library stays in the
+        folder ``TORCH_EXTENSIONS_DIR``, by default PyTorch's folder of extensions.
 
         Raises:
             RuntimeError: the library cannot be built or loaded; says what to install. Later calls
@@ -54,7 +54,7 @@ class Extension:
         return getattr(torch.ops, self.name)
 
     def build(self) -> Path:
-        """The file of the library, which is built if there is none.
+        """Return the file of the library. The first call builds it if necessary.
 
         Raises:
             Exception: what failed, with the whole output of the compiler.
@@ -66,11 +66,11 @@ class Extension:
         return loaded
 
     def is_built(self) -> bool:
-        """Whether there is a library, so that :meth:`library` need not build it."""
+        """Whether the library exists, so :meth:`library` does not have to build it."""
         return any(_intact_libraries(*self._place()))
 
     def _load(self) -> Path | Exception:
-        """Load a library, or build it if there is none that loads. Returns its file, or the error.
+        """Load a library, or build one if none loads. Returns its file, or the error.
 
         Machines that share a folder may need different libraries: each loads the first that it can.
         """
@@ -87,7 +87,7 @@ class Extension:
             return error
 
     def _message(self, error: Exception) -> str:
-        """What :meth:`library` raises, in three lines."""
+        """Return the message of :meth:`library`'s error: three lines."""
         advice = (
             "install g++ (apt-get install g++, dnf install gcc-c++ or conda install gxx), or name "
             "a C++ compiler in the variable CXX"
@@ -106,7 +106,7 @@ class Extension:
         )
 
     def _place(self) -> tuple[Path, str]:
-        """The folder of libraries, and the prefix of those that are built from this source."""
+        """Return the folder of libraries, and the prefix of the names of those of this source."""
         from torch.utils import cpp_extension
 
         folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
@@ -123,20 +123,22 @@ class Extension:
             raise RuntimeError(f"there is no C++ compiler {compiler!r}")
         folder.mkdir(parents=True, exist_ok=True)
         # Processes may build at the same time, and be killed: each builds in a folder of its own.
-        with tempfile.TemporaryDirectory(dir=folder) as own, _ninja_on_path():
+        with tempfile.TemporaryDirectory(dir=folder) as build_folder, _ninja_on_path():
             cpp_extension.load(
                 self.name,
                 [str(self.source)],
                 extra_cflags=list(self.flags),
-                build_directory=own,
+                build_directory=build_folder,
                 is_python_module=False,
             )
-            built = Path(own, f"{self.name}.so")
+            built = Path(build_folder, f"{self.name}.so")
             return built.replace(folder / f"{prefix}_{_digest(built.read_bytes())}.so")
 
 
 def summary(error: Exception) -> str:
-    """One line of an error of :meth:`Extension.build`: the loader's, or the compiler's first."""
+    """Return one line of an error of :meth:`Extension.build`: the loader's, or the compiler's first
+    error.
+    """
     cause = (error.__cause__ or error) if _is_of_loader(error) else error
     lines = str(cause).splitlines() or [""]
     reason = next((line for line in lines if " error: " in line), lines[0])
@@ -144,12 +146,12 @@ def summary(error: Exception) -> str:
 
 
 def _is_of_loader(error: Exception) -> bool:
-    """Whether a built library does not load. Errors of files and folders have a number."""
+    """Whether ``error`` says that a built library does not load. Errors of files have a number."""
     return isinstance(error, OSError) and error.errno is None
 
 
 def _intact_libraries(folder: Path, prefix: str) -> Iterator[Path]:
-    """Libraries in ``folder`` whose bytes are as they were built."""
+    """Yield the libraries in ``folder`` that are not damaged."""
     for path in sorted(folder.glob(f"{prefix}_*.so")):
         digest = ""
         with contextlib.suppress(OSError):
