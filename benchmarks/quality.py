@@ -67,7 +67,7 @@ from stamps import stamp
 SYNTHETIC, SYNTHETIC_USERS = "synthetic", 4000
 DENSE_LRS, TABLE_LRS = (1e-3, 3e-3, 1e-2), (0.06, 0.2, 0.6)
 HALF_LIVES = (1.5, 3.0, 6.0, 12.0, 24.0)
-REGULARIZERS = {"row_dropout": 0.2, "dropout": 0.2, "weight_decay": 0.1, "table_decay": 1e-2}
+REGULARIZERS = {"dropout": 0.2, "weight_decay": 0.1, "table_decay": 1e-2}
 """What is tuned, in this order: both learning rates together, then each by itself."""
 KEY = [field.name for field in dataclasses.fields(Run)]
 
@@ -265,10 +265,8 @@ def half_lives(run: Run) -> list[Run]:
 
 
 def regularizers(run: Run) -> list[Run]:
-    """``run`` with each of them; the row dropout of attention is that of its name."""
-    has_rows = not run.pooling.startswith("attention")
-    names = [name for name in REGULARIZERS if name != "row_dropout" or has_rows]
-    return [dataclasses.replace(run, **{name: REGULARIZERS[name]}) for name in names]
+    """``run`` with each of them."""
+    return [dataclasses.replace(run, **{name: value}) for name, value in REGULARIZERS.items()]
 
 
 def compare(args: argparse.Namespace, runs: Runs) -> pd.DataFrame:

@@ -41,7 +41,6 @@ class Run:
     dense_lr: float = 3e-3
     table_lr: float = 0.2
     half_life: float = 6.0
-    row_dropout: float = 0.0
     dropout: float = 0.0
     weight_decay: float = 0.0
     table_decay: float = 0.0
@@ -106,17 +105,15 @@ class PaddedPooling(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self.max_history, self.row_dropout = run.max_history, run.row_dropout
+        self.max_history = run.max_history
 
     def padded(self, rows: JaggedTensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[B, L, E]``, the newest last, and which of them are kept events ``[B, L]``."""
+        """Rows ``[B, L, E]``, the newest last, and which of them are events ``[B, L]``."""
         begins, ends = rows.offsets()[:-1].unsqueeze(1), rows.offsets()[1:].unsqueeze(1)
         index = ends - self.max_history + torch.arange(self.max_history, device=ends.device)
-        kept = index >= begins
-        if self.training and self.row_dropout > 0:
-            kept &= torch.rand(kept.shape, device=kept.device) >= self.row_dropout
+        is_event = index >= begins
         x = nn.functional.pad(rows.values(), (0, 0, 0, 1))  # a row more, for batches without events
-        return x[index.clamp(min=0)], kept
+        return x[index.clamp(min=0)], is_event
 
 
 class Mean(PaddedPooling):
@@ -127,9 +124,9 @@ class Mean(PaddedPooling):
         self.half_life = half_life
 
     def forward(self, target: Tensor, rows: JaggedTensor) -> Tensor:
-        x, kept = self.padded(rows)
+        x, is_event = self.padded(rows)
         position = torch.arange(self.max_history - 1, -1, -1, device=x.device)
-        weights = kept * 0.5 ** (position / self.half_life)
+        weights = is_event * 0.5 ** (position / self.half_life)
         weights = weights / weights.sum(1, keepdim=True).clamp(min=1e-30)
         return torch.einsum("bl,ble->be", weights, x)
 
@@ -149,10 +146,10 @@ class ActivationUnit(PaddedPooling):
         )
 
     def forward(self, target: Tensor, rows: JaggedTensor) -> Tensor:
-        x, kept = self.padded(rows)
+        x, is_event = self.padded(rows)
         q = target.unsqueeze(1).expand_as(x)
         weights = self.weigh(torch.cat([q, x, q - x, q * x], 2)).squeeze(2)
-        return torch.einsum("bl,ble->be", weights * kept, x)
+        return torch.einsum("bl,ble->be", weights * is_event, x)
 
 
 POOLINGS: dict[str, Callable[[Run, int], nn.Module]] = {
@@ -160,8 +157,5 @@ POOLINGS: dict[str, Callable[[Run, int], nn.Module]] = {
     "recency": lambda run, embed_dim: Mean(run, run.half_life),
     "din": ActivationUnit,
     "attention": lambda run, embed_dim: JaggedTargetAttention(embed_dim),
-    "attention-row-dropout": lambda run, embed_dim: JaggedTargetAttention(
-        embed_dim, row_dropout=0.2
-    ),
 }
 """By name: from a run and the width of the history's rows to a pooling."""

@@ -7,10 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-TUNED = [
-    *("dense_lr", "table_lr", "half_life"),
-    *("row_dropout", "dropout", "weight_decay", "table_decay"),
-]
+TUNED = ["dense_lr", "table_lr", "half_life", "dropout", "weight_decay", "table_decay"]
 SETTINGS = [
     *("users", "events", "noise", "max_history", "width", "epochs", "batch_size", "lr"),
 ]

@@ -54,7 +54,6 @@ POOLINGS = {
     "recency": "mean weighted by recency",
     "din": "DIN's activation unit, padded",
     "attention": "attention, the default",
-    "attention-row-dropout": "attention, `row_dropout=0.2`",
 }
 """Those of ``quality.py``, in words."""
 LOGS = {

@@ -18,7 +18,6 @@ from tests.kernels import quick_interpreter
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.processes import fork_server, start_method
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
-from torchrec_jagged_attn.flash_attention import extension
 from torchrec_jagged_attn.runtime.kernels import tile_list
 from torchrec_jagged_attn.target_attention.kernels import attention
 
@@ -153,15 +152,6 @@ PATHS = ["absorbed", "materialized"]
 def path(request: pytest.FixtureRequest) -> dict[str, str]:
     """How target attention takes keys and values, as an option of the module."""
     return {"keys_and_values": request.param}
-
-
-@pytest.fixture(params=["compiled", pytest.param("python", marks=pytest.mark.reference)])
-def without_a_compiler(request, device, monkeypatch):
-    """On a CPU, also what runs where nothing can be compiled."""
-    if request.param == "python":
-        if device.type != "cpu":
-            pytest.skip("kernels are compiled")
-        monkeypatch.setattr(extension, "library", lambda: None)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,24 @@ class ScoreBiases(NamedTuple):
     prior_weights: Tensor | None = None
 
 
+def weight_factors(dropout: Tensor, r: Tensor, n: Tensor) -> Tensor:
+    """``[R, N]`` fp64: what weights of query rows ``r`` and history rows ``n`` are multiplied with.
+
+    Query rows are rows times heads, in this order. ``dropout`` is ``[2]`` int64, as of
+    ``draw_dropout``. int64 products wrap; masks make shifts and bits those of unsigned numbers.
+    """
+    seed, threshold = dropout.unbind()
+    x = seed + (r + 1) * -7046029254386353131  # SplitMix64
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    x = ((x ^ ((x >> 31) & 0x1FFFFFFFF)) >> 32) & 0xFFFFFFFF
+    x = x.unsqueeze(1) ^ (n * 0x9E3779B1 & 0xFFFFFFFF)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's finalizer
+        x = (x ^ (x >> shift)) * factor & 0xFFFFFFFF
+    x = x ^ (x >> 16)
+    return torch.where(x < threshold, 0.0, 2**32 / (2**32 - threshold).double())
+
+
 def target_attention_oracle(
     query: Tensor,
     history: Tensor,

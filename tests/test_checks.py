@@ -92,9 +92,8 @@ INTEGERS = {  # the least that is taken
 NUMBERS = [
     *(("target", "scale"), ("flash", "scale"), ("interaction", "scale")),
     *((name, "dropout") for name in ("target", "flash", "target module", "self", "layer")),
-    *((name, "row_dropout") for name in ("target", "flash", "target module", "self", "layer")),
     ("layer", "attention_dropout"),
-    *(("config", "dropout"), ("config", "row_dropout"), ("encoder", "dropout")),
+    *(("config", "dropout"), ("encoder", "dropout")),
 ]
 FLAGS = [
     ("flash", "causal"),

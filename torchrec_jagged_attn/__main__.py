@@ -86,7 +86,7 @@ def cpu_variant() -> tuple[str, str]:
     try:
         extension.build()
     except Exception as error:
-        return "python", f"no C++: {summary(error)}"
+        return "none", f"no C++: {summary(error)}"
     return "c++", "CPU device"
 
 

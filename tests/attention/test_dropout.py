@@ -1,4 +1,4 @@
-"""Weights that attention drops: which, and what comes of the others; and what drops rows, too."""
+"""Weights that attention drops: which, and what comes of the others."""
 
 import functools
 
@@ -6,27 +6,67 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.attention.test_row_dropout import flash_inputs, make_history, seeded, splitmix64
+from tests.cases import offsets_of
 from tests.combinations import each_pair
 from tests.modules.target_attention_inputs import attend, make_inputs, make_module
 from tests.modules.test_self_attention import make_inputs as make_self_inputs
 from tests.modules.test_self_attention import run
-from tests.oracles import flash_attention_oracle, target_attention_oracle
+from tests.oracles import flash_attention_oracle, target_attention_oracle, weight_factors
+from tests.target_attention.test_log_sum_exp import attend as attend_with_lse
+from tests.target_attention.test_log_sum_exp import joined as joined_with_lse
+from tests.target_attention.test_log_sum_exp import make_inputs as make_target_inputs
 from tests.target_attention.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
+    EncoderConfig,
     HistoryEncoderLayer,
     JaggedSelfAttention,
     JaggedTargetAttention,
+    TargetAttentionConfig,
+    TargetAttentionEmbeddingBagCollection,
     jagged_flash_attention,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.attention.cpu_dropout import are_among, dropped_rows, weight_factors
 from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 
 P = 0.4
+
+
+def seeded(function, **options):
+    """``function``, which draws the same each time."""
+
+    def call(*args, **kwargs):
+        torch.manual_seed(5)
+        return function(*args, **kwargs, **options)
+
+    return call
+
+
+def flash_inputs(lengths, width, dtype, device):
+    """Of self-attention, with two query heads to each key head."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        name: torch.randn(sum(lengths), heads, width, generator=generator).to(device, dtype)
+        for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    }
+    inputs["q_offsets"] = offsets_of(torch.tensor(lengths), torch.int64, device)
+    return inputs
+
+
+def make_history(device, width=16):
+    values = torch.randn(93, width, device=device)
+    return JaggedTensor(values, lengths=torch.tensor([70, 0, 3, 20], device=device))
+
+
+def splitmix64(seed: int, counter: int) -> int:
+    """The generator as it was published, in integers without an end."""
+    x = (seed + counter * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
 
 
 def finalizer(x: int) -> int:
@@ -55,12 +95,6 @@ def test_draws(seed):
     assert actual.tolist() == expected
 
 
-def test_draws_are_unsigned():
-    draws = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1])
-    for drops in (0, 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32):
-        assert torch.equal(are_among(draws.to(torch.int32), torch.tensor(drops)), draws < drops)
-
-
 def is_dropped(dropout, num_query_rows, num_rows):
     return weight_factors(dropout, torch.arange(num_query_rows), torch.arange(num_rows)) == 0
 
@@ -81,16 +115,6 @@ def test_as_many_weights_are_dropped_as_asked_for(p):
         correlations = (x @ x.T / x.shape[1]).fill_diagonal_(0)
         assert correlations.max() < 0.7
         assert abs(correlations.std() * x.shape[1] ** 0.5 - 1) < 0.05
-
-
-def test_both_dropouts_are_independent():
-    torch.manual_seed(0)
-    device = torch.device("cpu")
-    drops = drops_of(0.5, "dropout")
-    rows = dropped_rows(draw_dropout(drops, device), 500).double()
-    weights = is_dropped(draw_dropout(drops, device), 100, 500).double()
-    both = (rows * weights).mean()
-    assert abs(both - rows.mean() * 0.5) < 5 * 0.5 / (100 * 250) ** 0.5
 
 
 def factors_of(device, num_query_rows, num_heads, num_rows, p=P):
@@ -115,7 +139,6 @@ def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num
     )
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("layout", "num_targets", "dtype", "others", "score"),
     [
@@ -141,7 +164,6 @@ def test_target_attention(layout, num_targets, dtype, others, score, device):
 FLASH = jagged_flash_attention, flash_attention_oracle
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("mask", "width", "dtype"),
     each_pair([(False, None), (True, None), (True, 9)], [16, 64], [torch.float32, torch.float16]),
@@ -172,29 +194,6 @@ def test_beside_distances(device):
     assert_weights_are_dropped(FLASH, inputs, 93, 4, 93, causal=True)
 
 
-def both_drops(device, num_query_rows, num_heads, num_rows):
-    """``[N]`` prior weights and ``[rows, H, N]`` factors: what calls with both dropouts draw."""
-    torch.manual_seed(5)
-    rows = draw_dropout(drops_of(0.3, "row_dropout"), device)
-    weights = draw_dropout(drops_of(P, "dropout"), device).cpu()
-    r, n = torch.arange(num_query_rows * num_heads), torch.arange(num_rows)
-    factors = weight_factors(weights, r, n).view(num_query_rows, num_heads, num_rows).to(device)
-    return (~dropped_rows(rows, num_rows)).double(), factors.double()
-
-
-def test_with_row_dropout(device):
-    """Rows are left out before the softmax, weights after it, by two draws."""
-    inputs = flash_inputs([70, 0, 3, 20], 16, torch.float32, device)
-    prior_weights, factors = both_drops(device, 93, 4, 93)
-    assert_matches_oracle(
-        seeded(jagged_flash_attention, row_dropout=0.3, dropout=P),
-        functools.partial(
-            flash_attention_oracle, prior_weights=prior_weights, weight_factors=factors
-        ),
-        inputs,
-    )
-
-
 def test_of_zero_nothing_is_drawn(device):
     inputs = inputs_of([40, 7], device)
     torch.manual_seed(0)
@@ -212,7 +211,7 @@ def test_log_sum_exps_count_all_keys(device):
     assert not torch.allclose(dropped, out)
 
 
-def attend_by_hand(module, drops, target, history, offsets, **parameters):
+def attend_by_hand(module, factors, target, history, offsets, **parameters):
     """``JaggedTargetAttention`` of one width, without recency bias, of ``[B, T, E]`` targets."""
     if module.value_projection:
         w_q, w_k, w_v = parameters["in_proj_weight"].chunk(3)
@@ -227,12 +226,11 @@ def attend_by_hand(module, drops, target, history, offsets, **parameters):
     out = flash_attention_oracle(
         *(x.unflatten(1, (module.num_heads, module.head_dim)) for x in (q, k, v)),
         torch.arange(num_samples + 1) * num_targets, offsets,
-        prior_weights=drops[0], weight_factors=drops[1],
+        weight_factors=factors,
     ).flatten(1)  # fmt: skip
     if module.value_projection:
-        filled = [bool(rows.any()) for rows in drops[0].split(offsets.diff().tolist())]
-        filled = torch.tensor(filled, device=out.device).repeat_interleave(num_targets)[:, None]
-        out = out + b_v * filled
+        has_rows = (offsets.diff() > 0).repeat_interleave(num_targets)
+        out = out + b_v * has_rows.unsqueeze(1)
         out = F.linear(out, parameters["out_proj.weight"], parameters["out_proj.bias"])
     return out.view(target.shape)
 
@@ -242,11 +240,11 @@ def attend_by_hand(module, drops, target, history, offsets, **parameters):
 def test_module(keys_and_values, value_projection, device):
     """In training alone; both ways drop the same, and add the bias of values once."""
     module = make_module(
-        16, 2, recency_bias=False, value_projection=value_projection, row_dropout=0.3, dropout=P,
+        16, 2, recency_bias=False, value_projection=value_projection, dropout=P,
         keys_and_values=keys_and_values, device="meta",
     )  # fmt: skip
     inputs = make_inputs(module, [70, 0, 3, 20], device, targets=3)
-    oracle = functools.partial(attend_by_hand, module, both_drops(device, 12, 2, 93))
+    oracle = functools.partial(attend_by_hand, module, factors_of(device, 12, 2, 93).double())
     attend_with = functools.partial(attend, module)
     assert_matches_oracle(seeded(attend_with), oracle, inputs)
     module.eval()
@@ -269,10 +267,62 @@ def test_module_of_self_attention(device):
     assert torch.equal(run(module, **inputs), run(module, **inputs))
 
 
+def test_of_a_collection():
+    tables = [
+        EmbeddingBagConfig(
+            name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
+        )
+    ]
+    config = TargetAttentionConfig("item", "history", dropout=0.2, encoder=EncoderConfig())
+    collection = TargetAttentionEmbeddingBagCollection(tables, config)
+    attentions = JaggedTargetAttention, JaggedSelfAttention
+    modules = [module for module in collection.modules() if isinstance(module, attentions)]
+    assert {type(x): x.dropout for x in modules} == dict.fromkeys(attentions, 0.2)
+    layers = [x for x in collection.modules() if isinstance(x, HistoryEncoderLayer)]
+    assert [x.dropout.p for x in layers] == [0.0]
+    features = KeyedJaggedTensor(
+        keys=["item", "history"], values=torch.arange(82), lengths=torch.tensor([1, 1, 40, 40])
+    )
+    one, other = (collection(features).values() for _ in range(2))
+    assert torch.equal(one[:, :8], other[:, :8])
+    assert not torch.equal(one[:, 8:], other[:, 8:])
+    collection.eval()
+    assert torch.equal(collection(features).values(), collection(features).values())
+
+
+@pytest.mark.parametrize(
+    ("num_targets", "dtype"),
+    [(1, torch.float32), (3, torch.float16), (9, torch.float32), (40, torch.float16)],
+)
+def test_row_numbers_beyond_32_bits(num_targets, dtype, device):
+    """Weights are dropped by the lowest 32 bits of row numbers, positions by all of them."""
+    lengths = [40, 0, 3, 20, 1]
+    inputs = make_target_inputs(device, dtype, num_targets, 2, "tables", lengths)
+    samples = torch.arange(len(lengths), device=device).repeat_interleave(
+        torch.tensor(lengths, device=device)
+    )
+    positions = torch.arange(sum(lengths), device=device) - inputs["offsets"][1:][samples]
+    numbers, ends = ((samples + 1) << 32) + positions, torch.arange(1, 6, device=device) << 32
+    dropout = torch.tensor([7, 2**30], device=device)
+    r = torch.arange(len(lengths) * num_targets * 2, device=device)
+    factors = weight_factors(dropout, r, numbers)
+    numbered = functools.partial(
+        attend_with_lse, row_numbers=numbers, row_number_ends=ends, dropout=dropout
+    )
+
+    def oracle(**inputs):
+        out, lse = target_attention_oracle(
+            weight_factors=factors.view(-1, 2, len(numbers)), return_lse=True, **inputs
+        )
+        return joined_with_lse(out, lse)
+
+    assert_matches_oracle(numbered, oracle, inputs)
+
+
 @pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_scripted(make):
-    module = make(16, 2, row_dropout=0.2, dropout=P)
+    module = make(16, 2, dropout=P)
     inputs = [make_history("cpu")]
     if make is JaggedTargetAttention:
         inputs.insert(0, torch.randn(4, 16))
@@ -286,7 +336,7 @@ def test_scripted(make):
 @pytest.mark.reference  # traced alike with any kernels
 @pytest.mark.parametrize("make", [JaggedTargetAttention, JaggedSelfAttention])
 def test_compiles_once(make):
-    module = make(16, 2, row_dropout=0.2, dropout=P)
+    module = make(16, 2, dropout=P)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
     for num_rows in (93, 70):
@@ -302,16 +352,14 @@ def test_compiles_once(make):
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 2, float("nan")])
-@pytest.mark.parametrize("name", ["row_dropout", "dropout"])
-def test_refused(name, p):
+def test_refused(p):
     q, offsets = torch.randn(93, 1, 16), torch.tensor([0, 70, 70, 73, 93])
-    of_layer = "attention_dropout" if name == "dropout" else name
     calls = (
-        (name, lambda: jagged_target_attention(q[:4], q[:, 0], offsets, **{name: p})),
-        (name, lambda: jagged_flash_attention(q, q, q, offsets, **{name: p})),
-        (name, lambda: JaggedTargetAttention(16, 2, **{name: p})),
-        (name, lambda: JaggedSelfAttention(16, 2, **{name: p})),
-        (of_layer, lambda: HistoryEncoderLayer(16, 2, **{of_layer: p})),
+        ("dropout", lambda: jagged_target_attention(q[:4], q[:, 0], offsets, dropout=p)),
+        ("dropout", lambda: jagged_flash_attention(q, q, q, offsets, dropout=p)),
+        ("dropout", lambda: JaggedTargetAttention(16, 2, dropout=p)),
+        ("dropout", lambda: JaggedSelfAttention(16, 2, dropout=p)),
+        ("attention_dropout", lambda: HistoryEncoderLayer(16, 2, attention_dropout=p)),
     )
     for argument, call in calls:
         with pytest.raises(ValueError, match=f"^{argument} must be at least 0 and below 1, got"):
@@ -319,13 +367,12 @@ def test_refused(name, p):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["row_dropout", "dropout"])
-def test_a_cuda_graph_draws_anew_each_time(name):
+def test_a_cuda_graph_draws_anew_each_time():
     history = make_history("cuda")
     query, offsets = torch.randn(4, 2, 16, device="cuda"), history.offsets()
 
     def attend():
-        return jagged_target_attention(query, history.values(), offsets, **{name: P})
+        return jagged_target_attention(query, history.values(), offsets, dropout=P)
 
     attend()
     graph = torch.cuda.CUDAGraph()

@@ -17,7 +17,6 @@ from events import DataError
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.processes import start_method
-from tests.runs import assert_same_run
 from torchrec_jagged_attn import JaggedTargetAttention
 
 DATA = "synthetic@30"
@@ -122,22 +121,9 @@ def test_poolings_by_a_loop():
             torch.testing.assert_close(pooling(target, rows)[i], expected)
 
 
-def test_row_dropout_of_padded_poolings():
-    rows = JaggedTensor(torch.ones(3000, 4), lengths=torch.tensor([1000, 2000]))
-    run = dataclasses.replace(RUN, max_history=2000, row_dropout=0.25)
-    mean = quality_models.POOLINGS["mean"](run, 4)
-    _, kept = mean.padded(rows)
-    assert 0.7 < kept.sum() / 3000 < 0.8
-    ones = torch.ones(2, 4)
-    assert_same_run(mean(ones, rows), ones, num_terms=2000)  # weights sum to one
-    _, kept = mean.eval().padded(rows)
-    assert kept.sum() == 3000
-
-
 def test_attention_is_the_default():
     attention = quality_models.POOLINGS["attention"](RUN, 16)
     assert str(attention) == str(JaggedTargetAttention(16))
-    assert quality_models.POOLINGS["attention-row-dropout"](RUN, 16).row_dropout == 0.2
 
 
 class FakeTraining:
@@ -167,7 +153,7 @@ def test_what_is_tuned_in_which_order(monkeypatch):
     assert counts == {
         "mean": rates + untried + len(quality.REGULARIZERS) + 2,
         "recency": rates + untried + len(quality.HALF_LIVES) - 1 + len(quality.REGULARIZERS) + 2,
-        "attention": rates + untried + len(quality.REGULARIZERS) - 1 + 2,
+        "attention": rates + untried + len(quality.REGULARIZERS) + 2,
     }
     assert frame["dense_lr"].tolist() == [1e-2] * 3
     assert frame["table_lr"].tolist() == [quality.TABLE_LRS[0]] * 3

@@ -39,7 +39,6 @@ from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
-from torchrec_jagged_attn.flash_attention import extension
 
 SCENARIOS |= {
     f"{name}-single-lookup": dataclasses.replace(SCENARIOS[name], single_lookup=True)
@@ -179,11 +178,8 @@ def test_the_device_is_where_the_tables_are():
     assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR, device=CPU).to(meta).device == meta
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_the_default_device_may_be_another(monkeypatch: pytest.MonkeyPatch, compiled: bool):
+def test_the_default_device_may_be_another():
     """``meta`` as any: what is given on the CPU is computed there."""
-    if not compiled:
-        monkeypatch.setattr(extension, "library", lambda: None)
     values, lengths = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 1, 0, 3])
     config = TargetAttentionConfig(
         "item", "hist", encoder=EncoderConfig(causal=True, window=2), dropout=0.3

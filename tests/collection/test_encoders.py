@@ -29,14 +29,12 @@ def test_encoder_layers_drop_what_the_config_says():
     config = TargetAttentionConfig("item", "hist", encoder=EncoderConfig())
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     (attention,), ((layer,),) = collection.pooling.attentions, collection.pooling.encoders
-    assert (attention.row_dropout, attention.dropout) == (0, 0)
-    assert (layer.self_attn.row_dropout, layer.dropout.p) == (0, 0)
+    assert (attention.dropout, layer.self_attn.dropout, layer.dropout.p) == (0, 0, 0)
     encoder = EncoderConfig(dropout=0.1)
-    config = dataclasses.replace(config, encoder=encoder, row_dropout=0.3, dropout=0.2)
+    config = dataclasses.replace(config, encoder=encoder, dropout=0.2)
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     ((layer,),) = collection.pooling.encoders
-    dropouts = layer.self_attn.row_dropout, layer.self_attn.dropout, layer.dropout.p
-    assert dropouts == (0.3, 0.2, 0.1)
+    assert (layer.self_attn.dropout, layer.dropout.p) == (0.2, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ REFUSED_OPTIONS = {
         ({"request_time": "now"}, "timestamps must be given with request_time='now', got None"),
         ({"score": "sofmax"}, "score must be one of .*, got 'sofmax'"),
         ({"init": "zeros"}, "init must be 'recency' or 'mha', got 'zeros'"),
-        ({"row_dropout": 1.0}, "row_dropout must be at least 0 and below 1, got 1.0"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
     ],
     TypeError: [
         ({"target": 3}, "target must be a feature or a list .*, got 3"),

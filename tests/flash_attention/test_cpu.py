@@ -1,7 +1,5 @@
-"""What only the CPU path promises: bits that no other sample touches, memory as the rows, and
-the same without a compiler."""
+"""What only the CPU path promises: bits that no other sample touches, and memory as the rows."""
 
-import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +13,6 @@ from tests.oracles import target_attention_oracle
 from tests.runs import assert_same_run
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
-from torchrec_jagged_attn.flash_attention import extension
 
 pytestmark = pytest.mark.reference
 
@@ -217,14 +214,12 @@ def rows_at(x, stride):
     return x.new_zeros(*x.shape, stride).index_copy_(-1, torch.tensor([0]), x.unsqueeze(-1))[..., 0]
 
 
-def outcomes(inputs, grad_out, monkeypatch):
-    """By loops, by PyTorch's operators, and by plain Python."""
+def outcomes(inputs, grad_out):
+    """By loops, and by PyTorch's operators."""
     apart = {**inputs, "k": rows_at(inputs["k"], 2)}
-    attend = functools.partial(outputs_and_gradients, jagged_flash_attention)
-    results = [attend(given, grad_out) for given in (inputs, apart)]
-    with monkeypatch.context() as patch:
-        patch.setattr(extension, "library", lambda: None)
-        return [*results, attend(inputs, grad_out)]
+    return [
+        outputs_and_gradients(jagged_flash_attention, given, grad_out) for given in (inputs, apart)
+    ]
 
 
 def special_inputs(lengths, *, biased):
@@ -249,17 +244,16 @@ def special_inputs(lengths, *, biased):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-def test_scores_that_are_not_finite(biased, monkeypatch):
+def test_scores_that_are_not_finite(biased):
     """Zeros where all that a row sees is -inf, and NaN where it sees NaN or +inf, on any path."""
     lengths = [5, 4, 3, 3, 4, 5]
     inputs, grad_out = special_inputs(lengths, biased=biased)
-    results = outcomes(inputs, grad_out, monkeypatch)
+    results = outcomes(inputs, grad_out)
     expected = torch.zeros(sum(lengths), 2, dtype=torch.bool)
     expected[5:9, 0] = expected[5, 1] = True
     expected[9:12, 1] = True
     for name, of_loops in results[0].items():
-        for others in results[1:]:
-            assert_same_run(others[name], of_loops, num_terms=5 + 4, name=name)
+        assert_same_run(results[1][name], of_loops, num_terms=5 + 4, name=name)
     out = results[0]["out"]
     assert torch.equal(out.isnan().any(2), expected)
     assert torch.equal(out.isnan().all(2), expected)
@@ -269,25 +263,22 @@ def test_scores_that_are_not_finite(biased, monkeypatch):
         assert torch.all(results[0]["bias"][15:19, 1] == 0)
 
 
-def test_a_table_by_distance_hides_all_keys(monkeypatch):
+def test_a_table_by_distance_hides_all_keys():
     """Of one head, so that its rows and all their gradients are zeros."""
     inputs = make_flash_inputs(Case("small", 4, 5, 2, 4), "cpu")
     grad_out = torch.ones_like(inputs["q"])
     inputs["relative_bias"] = torch.zeros(3, 2).index_fill_(1, torch.tensor([1]), -torch.inf)
-    for results in outcomes(inputs, grad_out, monkeypatch):
+    for results in outcomes(inputs, grad_out):
         for name in ("out", "q", "k", "v", "relative_bias"):
             assert torch.all(results[name][:, 1] == 0), name
             assert torch.all(results[name].isfinite()), name
         assert torch.any(results["out"][:, 0] != 0)
 
 
-@pytest.mark.parametrize("implemented", ["c++", "python"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("nan_filled_memory")
-def test_every_gradient_of_the_history_is_written(dtype, implemented, monkeypatch):
+def test_every_gradient_of_the_history_is_written(dtype):
     """Also of rows that no query reads, in memory that was NaN."""
-    if implemented == "python":
-        monkeypatch.setattr(extension, "library", lambda: None)
     for lengths, targets in (
         ([3, 0, 400, 5], [0, 2, 0, 1]),
         ([3, 400], [0, 0]),

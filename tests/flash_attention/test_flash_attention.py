@@ -98,7 +98,7 @@ BEHIND = {  # what a call takes
 }
 
 
-@pytest.mark.usefixtures("nan_filled_memory", "without_a_compiler")
+@pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize(
     ("name", "dtype", "num_behind"),
     each_pair(BEHIND, [torch.float32, torch.float16], [(1, 0), (70, 33), (3, 300)]),
@@ -196,7 +196,6 @@ def test_window(name, window, kind, device):
     assert_right(inputs, causal=True, window=window)
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("window", [1, 6, 64, 10**12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_window_of_biases(dtype, window, device):
@@ -322,7 +321,6 @@ def test_lengths_that_hurt(lengths, causal):
     assert_right(inputs_of(q_lengths, kv_lengths, CPU, torch.float16, bias=True), causal)
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("q_lengths", "kv_lengths"),
     [([], []), ([0], [0]), ([0, 3], [4, 0]), ([70, 1], [1, 70]), ([5, 0, 0], [0, 0, 5])],
@@ -374,7 +372,6 @@ def test_more_elements_than_int32_counts():
     assert x.numel() - tail["q"].numel() > 2**31
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("mask", "kind", "num_buckets"),
     each_pair(
@@ -417,7 +414,6 @@ def test_relative_bias_of_far_keys(dtype):
     assert_right(inputs)
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7)])
 def test_log_sum_exps(causal, window, dtype, device):
@@ -581,16 +577,15 @@ def test_opcheck(device):
     timestamps = torch.arange(12, device=device)
     relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
-    row_dropout = torch.tensor([7, 2**31], device=device)
     dropout = torch.tensor([9, 2**30], device=device)
-    others = (row_dropout, dropout, relative_bias, True, 2, 0.25, True)
+    others = (dropout, relative_bias, True, 2, 0.25, True)
     opcheck(op, (*arguments, *biases, timestamps, None, *others))
     others = (timestamps, timestamps[3:6], *others)
     biases[0] = draw_prior_weights(12, device).requires_grad_()
     opcheck(op, (*arguments, *biases, *others))
     without_gradients = [x.detach() for x in arguments]
-    opcheck(op, (*without_gradients, *[None] * 8, False, 0, 0.25, False))
-    opcheck(op, (*without_gradients, *[None] * 8, True, 3, 0.25, False))
+    opcheck(op, (*without_gradients, *[None] * 7, False, 0, 0.25, False))
+    opcheck(op, (*without_gradients, *[None] * 7, True, 3, 0.25, False))
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["as-is", "transposed"])

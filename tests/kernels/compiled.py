@@ -93,13 +93,12 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def tables(num_heads: int) -> dict[str, Tensor]:
-    """Biases by position and age, prior weights, and dropout of rows."""
+    """Biases by position and age, and prior weights."""
     return {
         "position_bias": zeros(9, num_heads, dtype=FP32),
         "age_bias": zeros(5, num_heads, dtype=FP32),
         "timestamps": torch.zeros(N, dtype=torch.int64),
         "prior_weights": torch.ones(N, requires_grad=True),
-        "row_dropout": 0.5,
     }
 
 
@@ -135,7 +134,6 @@ def target_with_lse(
     query, query_offsets = zeros(4, num_targets, 4, width, dtype=dtype), None
     if jagged:
         query, query_offsets = query.flatten(0, 1), torch.arange(5) * num_targets
-    drops = torch.tensor([7, 2**30])
     args = TargetArguments(
         query, zeros(N, width, dtype=dtype), OFFSETS, query_offsets,
         indices=torch.zeros(N, dtype=torch.int64) if jagged else None,
@@ -145,7 +143,7 @@ def target_with_lse(
             age_bias=zeros(5, 4, dtype=FP32),
             timestamps=torch.zeros(N, dtype=torch.int64),
             request_time=torch.zeros(4, dtype=torch.int64),
-            row_dropout=drops, dropout=drops,
+            dropout=torch.tensor([7, 2**30]),
         ),
         row_numbers=torch.arange(N), row_number_ends=OFFSETS[1:],
         scale=0.125, score="softmax", num_levels=0, for_backward=True,

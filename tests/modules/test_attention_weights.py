@@ -25,10 +25,9 @@ from torchrec_jagged_attn import JaggedTargetAttention
 def with_parameters(name, inputs, **options):
     """A module of :data:`OPTIONS` that has the parameters among ``inputs``, taken out of these.
 
-    While it trains it drops rows and weights, of outputs alone.
+    While it trains it drops weights, of outputs alone.
     """
-    options |= {"row_dropout": 0.5, "dropout": 0.5}
-    module = make_module(16, 2, **OPTIONS[name], **options)
+    module = make_module(16, 2, dropout=0.5, **OPTIONS[name], **options)
     module.load_state_dict({key: inputs.pop(key) for key in module.state_dict()})
     return module.to(inputs["history"].device)
 

@@ -530,7 +530,7 @@ ERRORS = {
         ({"embed_dim": 0, "num_heads": None}, "embed_dim must be at least 1, got 0"),
         ({"init": "alibi"}, "init must be 'recency' or 'mha', got 'alibi'"),
         ({"target_dim": 24}, "target must have shape [B, target_dim] = [2, 24], got [2, 8]"),
-        ({"row_dropout": -0.1}, "row_dropout must be at least 0 and below 1, got -0.1"),
+        ({"dropout": -0.1}, "dropout must be at least 0 and below 1, got -0.1"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, got 1.0"),
         (
             {"value_projection": False, "history_dim": 12},

@@ -90,8 +90,8 @@ def test_scores(score, targets, device):
 @pytest.mark.parametrize("name", ["default", "values", "materialized"])
 @pytest.mark.parametrize("targets", [None, (0, 3, 1, 9, 2)], ids=["one", "jagged"])
 def test_drops_as_of_a_copy(name, targets, device):
-    """Positions and weights, by the same random numbers."""
-    module = make_module(32, 2, row_dropout=0.3, dropout=0.3, device="meta", **OPTIONS[name])
+    """Weights, by the same random numbers."""
+    module = make_module(32, 2, dropout=0.3, device="meta", **OPTIONS[name])
     inputs = by_index(module, device, targets=targets) | ages_of(module, device)
     results = []
     for function in (attend, of_copies(attend)):

@@ -62,7 +62,7 @@ def assert_pools(module, target, device, **others):
 OPTIONS = [
     {},
     {"keys_and_values": "materialized", "age_bias": True},
-    {"keys_and_values": "absorbed", "dropout": 0.1, "row_dropout": 0.1},
+    {"keys_and_values": "absorbed", "dropout": 0.1},
     {"score": "silu"},
 ]
 

@@ -172,10 +172,9 @@ def test_options_train_alike(name: str, device: torch.device):
     assert_same_runs(run, expected, case.dtype)
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.4}, {"row_dropout": 0.4}])
-def test_dropout(options: dict[str, float], device: torch.device):
+def test_dropout(device: torch.device):
     """On a CPU, it has the seeds of eager steps, and losses are equal."""
-    case = Case(options)
+    case = Case({"dropout": 0.4})
     expected, run = (train_case(case, pipeline_type, device) for pipeline_type in PIPELINES)
     assert run.losses.isfinite().all()
     if device.type == "cpu":
@@ -183,7 +182,7 @@ def test_dropout(options: dict[str, float], device: torch.device):
 
 
 def test_each_replay_has_its_own_dropout(device: torch.device):
-    model = make_sharded(make_model(dropout=0.4, row_dropout=0.4), device)
+    model = make_sharded(make_model(dropout=0.4), device)
     pipeline = TrainPipelineCudaGraph(model, make_optimizer(model), device)
     batches = (make_batch(0) for _ in range(8))
     with short_warm_up():

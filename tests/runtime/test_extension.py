@@ -1,4 +1,4 @@
-"""What is built on a machine, and what is done where nothing can be."""
+"""The C++ library: when it is built, and the error where it cannot be."""
 
 import functools
 import hashlib
@@ -13,25 +13,38 @@ from torchrec_jagged_attn.flash_attention import extension
 pytestmark = pytest.mark.reference
 run_code = functools.partial(processes.run_code, imported="torchrec_jagged_attn")
 
-ATTEND_TWICE = (
+INPUTS = (
     "import torch, torchrec_jagged_attn as ours",
-    "x, offsets = torch.ones(3, 8, requires_grad=True), torch.tensor([0, 1, 3])",
-    "def attend():",
-    "    return ours.jagged_target_attention(torch.ones(2, 1, 1, 8), x, offsets).sum()",
-    "attend().backward()",
-    "print(attend().item())",
+    "x, offsets = torch.ones(3, 1, 8), torch.tensor([0, 1, 3])",
+)
+ATTEND = (*INPUTS, "ours.jagged_target_attention(x[:2], x.squeeze(1), offsets)")
+ATTEND_WITH_FLASH = (*INPUTS, "ours.jagged_flash_attention(x, x, x, offsets)")
+ATTEND_AGAIN = (
+    "import contextlib",
+    *ATTEND_WITH_FLASH[:-1],
+    "with contextlib.suppress(RuntimeError):",
+    f"    {ATTEND_WITH_FLASH[-1]}",
+    ATTEND[-1],
 )
 BUILD = (
     "from torchrec_jagged_attn.flash_attention import extension",
-    "assert extension.library() is not None",
+    "extension.library()",
     "print(extension.build())",
 )
 NO_COMPILER = {"CXX": "no-such-compiler"}
 
 
+def error_of(lines, environment):
+    """The message of the RuntimeError that ends a process of these ``lines``."""
+    done = run_code(*lines, check=False, **environment)
+    assert done.returncode == 1
+    assert not done.stdout
+    return done.stderr[done.stderr.rindex("RuntimeError: attention on a CPU") :].splitlines()
+
+
 @pytest.mark.parametrize("missing", ["compiler", "working compiler", "folder"])
 def test_where_nothing_can_be_built(missing, tmp_path):
-    """One warning of three lines says what is missing and what to do, and results are the same."""
+    """Each call raises an error of three lines, which says what is missing and what to do."""
     (tmp_path / "file").touch()
     broken = tmp_path / "g++"
     lines = (
@@ -49,16 +62,13 @@ def test_where_nothing_can_be_built(missing, tmp_path):
         "folder": ({"TORCH_EXTENSIONS_DIR": folder}, folder, "TORCH_EXTENSIONS_DIR"),
     }[missing]
     environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path), **environment}
-    every_time = ("import warnings", "warnings.simplefilter('always', UserWarning)")
-    done = run_code(*every_time, *ATTEND_TWICE, **environment)
-    assert float(done.stdout) == 16
-    assert done.stderr.count("UserWarning") == 1
-    said = done.stderr[done.stderr.index("UserWarning") :].splitlines()
-    assert "no attention.cpp" in said[0]
+    said = error_of(ATTEND_WITH_FLASH, environment)
+    assert said[0] == "RuntimeError: attention on a CPU needs attention.cpp, which is not built"
     assert reason in said[1]
     assert advice in said[2]
     assert "python -m torchrec_jagged_attn --build" in said[2]
-    assert len(said) <= 4  # the last is the line of the call
+    assert len(said) == 3
+    assert error_of(ATTEND_AGAIN, environment) == said
     assert {path.name for path in tmp_path.iterdir()} == {"file", "g++"}
 
 
@@ -74,7 +84,7 @@ def test_is_built_once(tmp_path, with_compiler):
         "from torchrec_jagged_attn.flash_attention import extension",
         "with ThreadPoolExecutor(2) as pool:",
         "    found = [pool.submit(extension.library) for _ in range(2)]",
-        "assert None not in [future.result() for future in found]",
+        "for future in found: future.result()",
     )
     run_code(*lines, **with_compiler, PATH=str(tools))
     assert len(list(tmp_path.glob("*.so"))) == 1
@@ -104,9 +114,7 @@ def with_compiler(tmp_path):
 
 def assert_is_built_again(with_compiler):
     without_compiler = {**with_compiler, **NO_COMPILER}
-    done = run_code(*ATTEND_TWICE, **without_compiler)
-    assert float(done.stdout) == 16
-    assert "install g++" in done.stderr
+    assert "install g++" in error_of(ATTEND, without_compiler)[2]
     again = run_code(*BUILD, **with_compiler).stdout
     assert run_code(*BUILD, **without_compiler).stdout == again
 
@@ -144,10 +152,9 @@ def test_a_built_library_that_does_not_load(tmp_path):
     )
     compiler.write_text("\n".join(lines))
     compiler.chmod(0o755)
-    done = run_code(*ATTEND_TWICE, CXX=str(compiler), TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert float(done.stdout) == 16
-    assert "invalid ELF header" in done.stderr or "file too short" in done.stderr
-    assert "name a compiler that suits PyTorch in the variable CXX" in done.stderr
+    said = error_of(ATTEND, {"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert "invalid ELF header" in said[1] or "file too short" in said[1]
+    assert "name a compiler that suits PyTorch in the variable CXX" in said[2]
 
 
 def test_is_imported_under_a_fake_mode():

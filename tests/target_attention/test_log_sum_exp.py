@@ -8,11 +8,10 @@ import torch
 
 from tests.cases import Case, offsets_of
 from tests.fixtures import skip_unless_supported
-from tests.oracles import target_attention_oracle
+from tests.oracles import target_attention_oracle, weight_factors
 from tests.samples import assert_rows_behind_never_matter
 from tests.target_attention.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.tolerance import assert_matches_oracle
-from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.runtime.registration import flatten
 from torchrec_jagged_attn.target_attention.api import call_target_attention
 from torchrec_jagged_attn.target_attention.api import target_attention_with_lse as attend_with_lse
@@ -67,7 +66,7 @@ def attend_by_owner(owners, **inputs):
 
 
 def oracle_of(inputs):
-    """Rows that are dropped have a prior weight of zero."""
+    """``target_attention_oracle`` with the arguments of ``inputs``."""
     num_samples, num_rows = inputs["offsets"].numel() - 1, int(inputs["offsets"][-1])
     factors, query = None, inputs["query"]
     if "dropout" in inputs:
@@ -76,12 +75,9 @@ def oracle_of(inputs):
         r, n = (torch.arange(x, device=query.device) for x in (shape[0] * shape[1], num_rows))
         factors = weight_factors(inputs["dropout"], r, n).view(shape)
 
-    def oracle(history, indices=None, bias=None, row_dropout=None, dropout=None, **others):
+    def oracle(history, indices=None, bias=None, dropout=None, **others):
         if bias is not None and bias.dim() == 1:
             others["prior_weights"], bias = bias, None
-        if row_dropout is not None:
-            weights = others.get("prior_weights", history.new_ones(num_rows))
-            others["prior_weights"] = weights.masked_fill(dropped_rows(row_dropout, num_rows), 0)
         others |= {"bias": bias, "weight_factors": factors, "return_lse": True}
         rows = history if indices is None else history[indices]
         return joined(*target_attention_oracle(history=rows, **others))
@@ -118,7 +114,6 @@ def make_inputs(
     if "indices" in others:  # some indices occur once, some several times
         inputs["indices"] = torch.randint(num_rows, [num_rows], generator=generator).to(device)
     if "drops" in others:
-        inputs["row_dropout"] = torch.tensor([5, 2**30], device=device)
         inputs["dropout"] = torch.tensor([7, 2**30], device=device)
     return inputs
 
@@ -157,13 +152,11 @@ CASES = [  # of targets and heads, from one row of queries to more than a block 
 ]
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(("layout", "num_targets", "num_heads", "dtype", "others"), CASES, ids=str)
 def test_right(layout, num_targets, num_heads, dtype, others, device):
     assert_right(make_inputs(device, dtype, num_targets, num_heads, others, layout=layout))
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(("layout", "num_targets", "num_heads", "dtype", "others"), CASES, ids=str)
 def test_owners_of_rows(layout, num_targets, num_heads, dtype, others, device):
     """As if one had them all, and with the same draws."""
@@ -238,7 +231,7 @@ def assert_rows_behind_never_matter_to(inputs, num_behind):
     assert_rows_behind_never_matter(attend, inputs, grad_out, behind, out_behind)
 
 
-@pytest.mark.usefixtures("nan_filled_memory", "without_a_compiler")
+@pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize(
     ("case", "num_behind"), [*zip(CASES, itertools.cycle(ROWS_BEHIND), strict=False)], ids=str
 )

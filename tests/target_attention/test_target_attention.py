@@ -52,7 +52,6 @@ def inputs_of(lengths, device=CPU, dtype=torch.float32, num_heads=2, num_targets
     }
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
 def test_cases(name, bias, device):
@@ -163,7 +162,6 @@ PRIOR_CASES = [
 ]
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(("layout", "num_targets", "dtype", "others"), PRIOR_CASES, ids=str)
 def test_prior_weights(layout, num_targets, dtype, others, device):
     inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
@@ -568,7 +566,6 @@ def arguments_of_op(inputs, *, jagged=False, **others):
         "age_bias": torch.randn(5, 2, device=device, requires_grad=True),
         "timestamps": torch.arange(8, device=device),
         "request_time": torch.tensor([9, 0, 6], device=device) if jagged else None,
-        "row_dropout": torch.tensor([7, 2**31], device=device),
         "dropout": torch.tensor([9, 2**30], device=device),
     }
     return flatten(arguments_of(inputs, **given | others))

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 from tests.attention.test_dropout import assert_weights_are_dropped
-from tests.attention.test_row_dropout import assert_rows_are_dropped
 from tests.cases import Case, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import assert_graph_replays, opcheck, skip_unless_supported
@@ -98,7 +97,6 @@ def lay_out(inputs, layout, biases):
     return inputs, timestamps
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize(
     ("layout", "biases", "dtype", "index_dtype"),
     each_pair(
@@ -118,7 +116,6 @@ def test_right(layout, biases, dtype, index_dtype, device):
     assert_right(*lay_out(inputs, layout, biases))
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("layout", ["one-target", "many-targets", "jagged"])
 def test_ages_from_the_request(layout, device):
     inputs = by_index(LENGTHS, device, num_rows=SOME_ALONE, num_targets=TARGETS.get(layout, 9))
@@ -169,7 +166,6 @@ def test_a_row_of_nearly_all_indices():
     assert_matches_oracle(jagged_target_attention, of_distinct_rows, inputs)
 
 
-@pytest.mark.usefixtures("without_a_compiler")
 @pytest.mark.parametrize("num_rows", [0, 7])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
 def test_no_index(lengths, num_rows, device):
@@ -206,7 +202,6 @@ def test_rows_that_are_not_named_get_zeros(device):
 def test_dropout(num_targets, dtype, num_rows, device):
     """By position: two with the same index are dropped independently."""
     inputs = by_index(LENGTHS, device, dtype, num_rows, num_targets=num_targets)
-    assert_rows_are_dropped(FUNCTIONS, inputs, 368)
     assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 368)
 
 

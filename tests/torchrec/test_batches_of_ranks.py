@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "silu": {"score": "silu", "candidates": "jagged", "single_lookup": True},
     "a lookup of one history": {"history_dim": 16, "request_time": "now"},
 }
-DROPPED = {"row_dropout": 0.4, "dropout": 0.4, "candidates": "jagged"}
+DROPPED = {"dropout": 0.4, "candidates": "jagged"}
 WAYS: dict[str, tuple[ShardingType, type[EmbeddingCollectionSharder]]] = {
     "travel": (ShardingType.TABLE_WISE, EmbeddingCollectionSharder),
     "travel by row": (ShardingType.ROW_WISE, EmbeddingCollectionSharder),

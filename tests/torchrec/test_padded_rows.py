@@ -31,7 +31,7 @@ from torchrec_jagged_attn.collection.padding import Segments
 
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
 MHA = {"init": "mha", "side_by_side": False}
-DROPOUT = {"row_dropout": 0.4, "dropout": 0.4}
+DROPOUT = {"dropout": 0.4}
 
 
 @dataclasses.dataclass

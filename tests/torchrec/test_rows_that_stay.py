@@ -178,7 +178,6 @@ def test_tables_that_are_sharded_in_several_ways(tmp_path: Path, backend: str):
 NUM_TARGETS, LENGTH = 3, 500
 DROPOUT: dict[str, dict[str, float]] = {
     "none": {},
-    "rows": {"row_dropout": 0.4},
     "weights": {"dropout": 0.4},
 }
 RUNS = {"first": 7, "again": 7, "other seed": 8, "eval": 7}
@@ -245,26 +244,12 @@ def assert_share(is_dropped: Tensor, p: float) -> None:
     assert abs(is_dropped.float().mean().item() - p) < 5 * deviation
 
 
-@pytest.mark.parametrize("name", ["rows", "weights"])
-def test_seeds_decide_what_is_dropped(ranks: OnRanks, name: str):
-    weights, kept = of_all_ranks(ranks, name), of_all_ranks(ranks, "none")["first"]
+def test_seeds_decide_what_is_dropped(ranks: OnRanks):
+    weights, kept = of_all_ranks(ranks, "weights"), of_all_ranks(ranks, "none")["first"]
     assert torch.equal(weights["first"], weights["again"])
     assert torch.equal(weights["eval"], kept)
     dropped, others = weights["first"] == 0, weights["other seed"] == 0
     assert_share(dropped[..., 0, 0] != others[..., 0, 0], 2 * 0.4 * 0.6)
-
-
-def test_dropped_rows(ranks: OnRanks):
-    """Of all heads and targets, and independently for each sample, whichever rank it is from."""
-    weights, kept = (of_all_ranks(ranks, name)["first"] for name in ("rows", "none"))
-    dropped = weights == 0
-    rows = dropped[..., 0, 0]
-    assert torch.equal(dropped, rows[..., None, None].expand_as(dropped))
-    assert_share(rows, 0.4)
-    for a, b in itertools.combinations(rows, 2):
-        assert_share(a != b, 2 * 0.4 * 0.6)
-    expected = kept.masked_fill(dropped, 0)
-    assert_same_run(weights, expected / expected.sum(1, keepdim=True))
 
 
 def test_dropped_weights(ranks: OnRanks):

@@ -1,1 +1,1 @@
-"""What target and flash attention share: biases, dropout, scores, and the CPU."""
+"""Biases, dropout and scores, shared by target and flash attention."""

@@ -1,4 +1,4 @@
-"""Records of what both kinds of attention take."""
+"""Arguments shared by target and flash attention."""
 
 # torch.jit.script reads annotations of records, so they are no strings here.
 from typing import NamedTuple
@@ -6,25 +6,23 @@ from typing import NamedTuple
 from torch import Tensor
 
 SCORES = ("softmax", "silu", "sigmoid")
-"""What makes weights of the scores ``s`` of a query row: their softmax; or, of each by itself,
-``s · σ(s)`` or ``σ(s)``, where σ is the logistic function.
+"""Functions from the scores ``s`` of a query row to weights: the softmax over the row; or
+elementwise ``s · σ(s)`` or ``σ(s)``, where σ is the logistic function.
 """
 
 
 class Biases(NamedTuple):
-    """What is added to the scores of ``H`` heads, and what is dropped, of ``N`` rows of keys."""
+    """Biases of the scores of ``H`` heads and ``N`` keys, and dropout of their weights."""
 
     # [N, H]; or [N] prior weights, whose logarithm is the bias of all heads
     bias: Tensor | None = None
     # [P, H], by the bucket of a row's position from the end of its sample
     position_bias: Tensor | None = None
     age_bias: Tensor | None = None  # [A, H], by the bucket of a row's age
-    timestamps: Tensor | None = None  # [N], of which the ages are taken
-    # [B], the time that a sample's ages are counted from; ``None`` for that of its newest row
+    timestamps: Tensor | None = None  # [N] times of the rows, for their ages
+    # [B], the time that ages are counted from; ``None`` for the time of the sample's newest row
     request_time: Tensor | None = None
-    # [2] int64, see ``attention/dropout.py``: rows that it drops have a bias of ``-inf``
-    row_dropout: Tensor | None = None
-    # [2] int64, see there: weights that it drops are zero, and the others larger
+    # [2] int64, seed and threshold, see ``attention/dropout.py``
     dropout: Tensor | None = None
 
     @property

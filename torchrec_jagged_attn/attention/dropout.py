@@ -1,4 +1,4 @@
-"""``draw_dropout``: what attention leaves out while it trains."""
+"""Dropout of attention weights: checks its probability and draws seeds."""
 
 # torch.jit.script reads annotations, so they are no strings here.
 from numbers import Real
@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 def drops_of(p: float, name: str) -> int:
-    """How many of 2^32 draws drop, with a probability ``p`` below one, the argument ``name``."""
+    """Return the threshold of 32-bit draws for a dropout probability ``p`` in [0, 1).
+
+    ``name`` is the argument that errors name.
+    """
     if isinstance(p, bool) or not isinstance(p, Real):
         raise TypeError(f"{name} must be a number, got {p!r}")
     if not 0 <= p < 1:
@@ -17,17 +20,16 @@ def drops_of(p: float, name: str) -> int:
 
 
 def draw_dropout(drops: int, device: torch.device) -> Tensor | None:
-    """``[2]`` int64: a new seed, of PyTorch's generator for ``device``, and ``drops``; or ``None``,
-    if these are zero.
+    """Return ``[2]`` int64: a seed from PyTorch's generator of ``device``, and the threshold
+    ``drops``. ``None`` without dropout, if ``drops`` is zero.
 
-    A row or a weight is dropped if its draw is below ``drops``. Nothing else is stored: forward and
-    backward draw alike, and so do CPU and GPU. A CUDA graph has a new seed each time that it is
-    replayed.
+    A weight is dropped if its 32-bit draw is below the threshold. Nothing else is stored: forward
+    and backward draw the same bits, on CPU and GPU. Each replay of a CUDA graph has a new seed.
     """
     if drops == 0:
         return None
     dropout = torch.randint(
         -4611686018427387904, 4611686018427387904, [2], dtype=torch.int64, device=device
     )
-    dropout[1:].fill_(drops)  # not a copy from the host, which a graph would not capture
+    dropout[1:].fill_(drops)  # a graph would not capture a copy from the host
     return dropout

@@ -1,4 +1,4 @@
-"""Prior weights of rows: the ops take them as a bias of ``[N]``."""
+"""Prior weights of rows, which the ops take as a bias ``[N]``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torchrec_jagged_attn.layout import is_behind
 def bias_or_prior_weights(
     bias: Tensor | None, prior_weights: Tensor | None, offsets: Tensor
 ) -> Tensor | None:
-    """What the ops take for ``bias``: ``[N]`` prior weights, too; both as one bias ``[N, H]``.
+    """Return the ops' argument ``bias``: ``bias`` or ``prior_weights``; if both are given, the sum
+    ``[N, H]`` of ``bias`` and the logarithms of ``prior_weights``.
 
     ``offsets`` divide the ``N`` rows into samples.
     """
@@ -26,10 +27,12 @@ def bias_or_prior_weights(
 
 
 def bias_gradient(grad: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """The gradient of ``bias``; that of prior weights, from the one of their logarithms."""
+    """Return the gradient of ``bias``. For prior weights, ``grad`` is the gradient of their
+    logarithms.
+    """
     if grad is None or bias is None or bias.dim() == 2:
         return grad
     if grad.dim() == 2:
         grad = grad.sum(1)
-    # Zero for weights of zero or below, and for rows behind the last offset, whatever these hold.
+    # Zero for prior weights of zero or less, and for all rows behind the last offset.
     return (grad / bias).masked_fill(grad.eq(0), 0).to(bias.dtype)

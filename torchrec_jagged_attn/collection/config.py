@@ -20,7 +20,7 @@ class EncoderConfig:
     """Encoder layers: the rows of a history attend to each other before a target attends to them.
 
     Each layer is a :class:`HistoryEncoderLayer` with the ``num_heads`` of the attention, by default
-    at most 4, and its ``recency_bias``, ``row_dropout`` and ``dropout`` (of attention weights).
+    at most 4, and its ``recency_bias`` and ``dropout`` (of attention weights).
 
     Args:
         num_layers: number of layers.
@@ -90,9 +90,8 @@ class TargetAttentionConfig:
             history. It must not be a feature of a table; several attentions may share it.
         encoder: layers in which history rows attend to each other before a target attends to them.
             ``None``, the default, for no layers.
-        row_dropout, dropout: probabilities, while training, that a history row is masked and that
-            an attention weight is set to zero, in encoder layers, too; as in
-            :class:`JaggedTargetAttention`.
+        dropout: probability, while training, that an attention weight is set to zero, in encoder
+            layers, too; as in :class:`JaggedTargetAttention`.
         max_history: maximum number of history rows. Only the newest are kept, with their timestamps
             and weights; older ones are dropped before the lookups, also for other tables that pool
             the same feature. A training pipeline overlaps this with ``pipeline_postproc=True``.
@@ -126,7 +125,6 @@ class TargetAttentionConfig:
     timestamps: str | None = None
     request_time: str | None = None
     encoder: EncoderConfig | None = None
-    row_dropout: float = 0.0
     dropout: float = 0.0
     max_history: int | None = None
     history_codes: DiscretePCA | PackedCodes | None = None
@@ -147,8 +145,7 @@ class TargetAttentionConfig:
         for name in ("num_heads", "max_history"):
             if getattr(self, name) is not None:
                 setattr(self, name, check_int(getattr(self, name), name, 1))
-        for name in ("row_dropout", "dropout"):
-            drops_of(getattr(self, name), name)
+        drops_of(self.dropout, "dropout")
         if self.init not in ("recency", "mha"):
             raise ValueError(f"init must be 'recency' or 'mha', got {self.init!r}")
         check_score(self.score)

@@ -87,8 +87,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             number of candidates, also none. Targets have one id, and the output one row, per
             candidate, ``ΣT`` in total. The history of a request is sent, looked up and read once;
             other features are pooled once and repeated for each candidate. Repeat dense features
-            with :func:`repeat_per_candidate`. Parameters are the same. ``row_dropout`` drops the
-            same rows for all candidates of a request.
+            with :func:`repeat_per_candidate`. Parameters are the same.
         candidate_features: with ``candidates="jagged"``, features besides the targets that have
             one id per candidate. Their rows are returned without pooling. As with
             ``single_lookup``, their tables are in ``embedding_collections``.

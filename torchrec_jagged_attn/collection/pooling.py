@@ -168,7 +168,6 @@ class TargetAttentionPooling(nn.Module):
                 init=config.init,
                 score=config.score,
                 value_projection=config.value_projection,
-                row_dropout=config.row_dropout,
                 dropout=config.dropout,
                 history_codes=config.history_codes,
                 device=device,
@@ -377,7 +376,6 @@ def _encoder(config: TargetAttentionConfig, width: int, device: torch.device | N
                 causal=encoder.causal,
                 window=encoder.window,
                 recency_bias=config.recency_bias,
-                row_dropout=config.row_dropout,
                 attention_dropout=config.dropout,
                 device=device,
             )

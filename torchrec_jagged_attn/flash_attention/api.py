@@ -53,7 +53,6 @@ def jagged_flash_attention(
     request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
-    row_dropout: float = 0.0,
     dropout: float = 0.0,
     causal: bool = False,
     window: int | None = None,
@@ -77,7 +76,6 @@ def jagged_flash_attention(
     request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
-    row_dropout: float = 0.0,
     dropout: float = 0.0,
     causal: bool = False,
     window: int | None = None,
@@ -100,7 +98,6 @@ def jagged_flash_attention(
     request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
     relative_bias: Tensor | None = None,
-    row_dropout: float = 0.0,
     dropout: float = 0.0,
     causal: bool = False,
     window: int | None = None,
@@ -118,10 +115,10 @@ def jagged_flash_attention(
               + R_{\beta(|distance_{ij}|), h})
 
     A row without a visible key gives zeros. Nothing is padded. The
-    first three biases and the prior weights :math:`w_j` are those of
-    :func:`jagged_target_attention`: they belong to a key row. Positions are counted from the last
+    first three biases and the prior weights :math:`w_j` belong to a key row, as in
+    :func:`jagged_target_attention`. Positions are counted from the last
     key of the sample, ages from its ``request_time``, by default the time of its last key. The last
-    bias belongs to the distance between query and key in rows, where both sides end together:
+    bias depends on the distance between query and key in rows, where both sides end together:
     :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
 
     One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity can
@@ -152,29 +149,28 @@ def jagged_flash_attention(
             the key, and the gradient is zero there.
         relative_bias: ``[R, H]``, any dtype that ``q`` may have, by the bucket of the distance.
             On a GPU, of up to 2^30 - 129 rows of queries and of keys.
-        row_dropout: the probability that a key is masked, for all queries and heads, as if its
-            prior weight were zero. Drawn in each call, with PyTorch's generator of the device.
         dropout: the probability that a weight :math:`p_{ij}` of a head is set to zero, as in
             ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``. The softmax
-            is over all of them, and so is its log-sum-exp. Drawn as ``row_dropout`` is.
+            is over all of them, and so is its log-sum-exp. Drawn in each call, with PyTorch's
+            generator of the device.
         causal: query ``i`` of ``Lq`` attends to the first ``Lk - Lq + i + 1`` of ``Lk`` keys: the
             last query attends to all.
-        window: maximum number of keys that a query attends to, the newest of those that ``causal``
-            allows, which ``window`` requires. ``None`` for all.
+        window: maximum number of keys that a query attends to, the newest that ``causal`` allows;
+            needs ``causal``. ``None`` for all.
         scale: factor of the dot products; ``1/√D`` by default.
         return_lse: whether to also return log-sum-exps, to merge attention over parts of the keys.
             They have no gradient.
 
     Returns:
-        ``[ΣLq, H, Dv]``, in the dtype of ``q``. With ``return_lse``, a pair: that, and ``[ΣLq, H]``
-        fp32, the logarithm of the sum of :math:`e` to the scores; ``-inf`` for a row without a
-        visible key. Under autocast ``q``, ``k`` and ``v`` are cast to its dtype, as by
+        ``[ΣLq, H, Dv]``, in the dtype of ``q``. With ``return_lse`` also ``[ΣLq, H]`` fp32, the
+        logarithm of the sum of :math:`e` to the scores; ``-inf`` for a row without a visible key.
+        Under autocast ``q``, ``k`` and ``v`` are cast to its dtype, as by
         ``scaled_dot_product_attention``, and the output has it.
 
     Raises:
         TypeError: a dtype does not fit, ``window`` is not an int, ``scale`` not a number, or
             ``causal`` not a bool.
-        ValueError: a shape, a device, ``row_dropout``, ``dropout``, ``window`` or (on CPU, or under
+        ValueError: a shape, a device, ``dropout``, ``window`` or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or prior weights do not fit.
         NotImplementedError: ``D`` or ``Dv`` is over 512, or the device is neither CPU nor CUDA.
 
@@ -212,14 +208,12 @@ def jagged_flash_attention(
         )
     window = check_window(window, causal)
     check_bool(return_lse, "return_lse")
-    dropped_rows = draw_dropout(drops_of(row_dropout, "row_dropout"), q.device)
     dropped_weights = draw_dropout(drops_of(dropout, "dropout"), q.device)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else check_number(scale, "scale")
     arguments = (
         q, k, v, q_offsets, kv_offsets,
         bias_or_prior_weights(bias, prior_weights, kv_offsets), position_bias, age_bias, timestamps,
-        request_time, dropped_rows, dropped_weights, relative_bias, causal, window or 0, scale,
-        return_lse,
+        request_time, dropped_weights, relative_bias, causal, window or 0, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
         return call_flash_attention(*arguments)
@@ -254,13 +248,13 @@ def backward(
     grad_v: Tensor,
     needs_bias: bool,
 ) -> FlashGradients:
-    """Gradients of :func:`forward`, that of ``bias`` if ``needs_bias``.
+    """Gradients of :func:`forward`, with the gradient of ``bias`` if ``needs_bias``.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be apart, as
-    in two halves of one tensor.
+    The gradients of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be
+    strided, for example two halves of one tensor.
     """
-    of_device = implementation_of(args.q, cpu, kernels)
-    grads = of_device.backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
+    implementation = implementation_of(args.q, cpu, kernels)
+    grads = implementation.backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
     grad_bias = bias_gradient(grads.bias, args.biases.bias) if needs_bias else None
     return grads._replace(bias=grad_bias)
 
@@ -283,5 +277,5 @@ flash_attention, call_flash_attention = register_op(
     forward=forward,
     fake=new_outputs,
     backward=_backward,
-    non_differentiable=("timestamps", "request_time", "row_dropout", "dropout"),
+    non_differentiable=("timestamps", "request_time", "dropout"),
 )

@@ -1,7 +1,7 @@
-"""Records of what the ops take, return and give as gradients.
+"""Arguments, outputs and gradients of ``flash_attention``.
 
-The fields of a record, and of records in it, are the arguments of an op's schema. Of the gradients,
-each has the name of the argument that it belongs to, and is ``None`` if not requested.
+The fields of ``FlashArguments``, and of the record in it, are the arguments of the op's schema. A
+gradient has the name of its argument, and is ``None`` if not requested.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ class FlashArguments(NamedTuple):
     biases: Biases  # of keys
     relative_bias: Tensor | None  # [R, H], by the bucket of the distance of a query and a key
     causal: bool
-    window: int  # how many keys each query sees at most; 0 for all
+    window: int  # maximum number of keys that a query attends to; 0 for all
     scale: float
-    # Whether the statistics of the softmax are returned. Kernels always keep them, for the gradient
+    # Whether to return the statistics of the softmax. Kernels always do, for the gradient
     needs_stats: bool
 
 
 class FlashOutputs(NamedTuple):
-    """What ``flash_attention`` returns."""
+    """Outputs of ``flash_attention``."""
 
     out: Tensor  # [ΣLq, H, Dv]
     stats: Tensor  # [2, ΣLq, H] fp32, see :class:`TargetOutputs`; zeros if not requested
 
 
 def new_outputs(args: FlashArguments) -> FlashOutputs:
-    """Tensors of the shapes and dtypes that the op gives, with nothing in them."""
+    """Return uninitialized outputs of the op."""
     rows, heads = args.q.shape[:2]
     out = args.q.new_empty(rows, heads, args.v.shape[2])
     return FlashOutputs(out, args.q.new_empty(2, rows, heads, dtype=torch.float32))
 
 
 class FlashGradients(NamedTuple):
-    """Gradients of ``flash_attention``. That of prior weights is of their logarithms, in fp32."""
+    """Gradients of ``flash_attention``. ``bias`` of prior weights is the gradient of their
+    logarithms, in fp32.
+    """
 
     q: Tensor
     k: Tensor

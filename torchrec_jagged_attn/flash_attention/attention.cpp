@@ -1,13 +1,14 @@
-// Attention within each sample of a batch on a CPU: what `attention.py` computes one sample after
-// the other, with the samples shared out to all cores: by PyTorch's operators, or by loops where a
-// sample is so small that calling them takes longer than what they do. With a window, a sample is
-// cut into blocks of queries, each with the keys that it sees.
+// Attention within each sample of a jagged batch on a CPU, and its gradients. `cpu.py` prepares the
+// operands. Each core computes one sample at a time, and all cores share large samples. Products
+// and softmax are PyTorch's operators, or loops for small samples, where calls of operators would
+// take longer than their work. With a window, a sample is split into blocks of queries, each with
+// the keys in their windows.
 //
-// Shapes: `q` [ΣLq, H, D] is scaled, contiguous and in the dtype that is computed in, as the
-// gradient of outputs is; `k` [ΣLk, K, D] and `v` [ΣLk, K, Dv] have K heads for H, and any dtype. A
-// sample is the rows between two offsets. In it, G = H / K heads of queries read one head of keys,
-// so that a product has Lq · G rows of queries. Of one head of keys, which is what attention over
-// raw rows has, all tensors are matrices.
+// Shapes: `q` [ΣLq, H, D] and gradients of outputs are contiguous and in the dtype of sums, `q` is
+// scaled; `k` [ΣLk, K, D] and `v` [ΣLk, K, Dv] have any dtype. A sample is the rows between two
+// offsets. G = H / K heads of queries read one head of keys, so a product of a sample has Lq · G
+// rows of queries. With one head of keys, as in target attention, all tensors of a sample are
+// matrices.
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
@@ -28,20 +29,20 @@ namespace {
 using at::Tensor;
 using std::optional;
 
-// Multiply-adds of a sample's product up to which loops compute it, and from which on all cores
-// work on it together.
+// Loops compute samples whose products have up to LOOPED_WORK multiply-adds. From SHARED_WORK on,
+// all cores share a sample.
 constexpr int64_t LOOPED_WORK = int64_t{1} << 12;
 constexpr int64_t SHARED_WORK = int64_t{1} << 24;
 
 struct Sample {
   int64_t q_begin, q_end, k_begin, k_end;
-  int64_t distances_begin;  // each has max(Lq, Lk) of them
+  int64_t distances_begin;  // max(Lq, Lk) distances per sample
   int64_t queries() const { return q_end - q_begin; }
   int64_t keys() const { return k_end - k_begin; }
   int64_t distances() const { return std::max(queries(), keys()); }
 };
 
-// Those that have keys: the others' outputs and gradients are zeros.
+// Samples with keys. Outputs and gradients of the others are zeros.
 std::vector<Sample> samples_of(const Tensor& q_offsets, const Tensor& kv_offsets) {
   const Tensor q = q_offsets.to(at::kLong).contiguous(), k = kv_offsets.to(at::kLong).contiguous();
   const int64_t *q_at = q.const_data_ptr<int64_t>(), *k_at = k.const_data_ptr<int64_t>();
@@ -55,16 +56,16 @@ std::vector<Sample> samples_of(const Tensor& q_offsets, const Tensor& kv_offsets
   return samples;
 }
 
-// Queries of a block of a sample whose queries see a window of keys.
-int64_t block_of(int64_t window) { return std::max(window, int64_t{64}); }
+// Number of queries of a block, with a window.
+int64_t block_size(int64_t window) { return std::max(window, int64_t{64}); }
 
-// Blocks of the sample's queries, each with the keys that any of it sees. Both ends of a block are at
-// one place, as the sample's are, so it is attended to as a sample is.
+// Blocks of the queries of a sample, each with all keys in the windows of its queries. Queries and
+// keys of a block end at the same position, as in a sample, so a block is computed like a sample.
 std::vector<Sample> blocks_of(const Sample& s, int64_t window) {
   std::vector<Sample> blocks;
-  for (int64_t begin = 0; begin < s.queries(); begin += block_of(window)) {
-    const int64_t end = std::min(begin + block_of(window), s.queries());
-    const int64_t ahead = s.keys() - s.queries();  // of the keys' positions to the queries'
+  for (int64_t begin = 0; begin < s.queries(); begin += block_size(window)) {
+    const int64_t end = std::min(begin + block_size(window), s.queries());
+    const int64_t ahead = s.keys() - s.queries();  // offset from the row of a query to its own key
     const int64_t k_end = ahead + end, k_begin = std::max(ahead + begin + 1 - window, int64_t{0});
     if (k_end <= 0) continue;
     blocks.push_back({s.q_begin + begin, s.q_begin + end, s.k_begin + k_begin, s.k_begin + k_end,
@@ -73,8 +74,8 @@ std::vector<Sample> blocks_of(const Sample& s, int64_t window) {
   return blocks;
 }
 
-// All samples, cut into blocks if there is a window.
-std::vector<Sample> cut(const std::vector<Sample>& samples, int64_t window) {
+// The samples or, with a window, their blocks.
+std::vector<Sample> split_into_blocks(const std::vector<Sample>& samples, int64_t window) {
   if (window == 0) return samples;
   std::vector<Sample> blocks;
   for (const Sample& s : samples)
@@ -82,8 +83,9 @@ std::vector<Sample> cut(const std::vector<Sample>& samples, int64_t window) {
   return blocks;
 }
 
-// Does `work` on each sample: on large ones with all cores, then on each of the others with one.
-// Which are large depends on the sample alone, as its bits do.
+// Calls `work` for each sample: first large samples, with all cores, then the others, with one core
+// each. Whether a sample is large depends only on the sample, so its bits do not depend on the
+// batch.
 template <class Work>
 void for_each(const std::vector<Sample>& samples, int64_t row_size, const Work& work) {
   const auto is_large = [&](const Sample& s) {
@@ -93,7 +95,7 @@ void for_each(const std::vector<Sample>& samples, int64_t row_size, const Work& 
     if (is_large(s)) work(s);
   std::atomic<size_t> next{0};
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
-    at::AutoDispatchBelowADInplaceOrView guard;  // where the caller is; other threads begin above
+    at::AutoDispatchBelowADInplaceOrView guard;  // threads do not inherit that of the caller
     for (size_t i; (i = next++) < samples.size();)
       if (!is_large(samples[i])) work(samples[i]);
   });
@@ -101,28 +103,28 @@ void for_each(const std::vector<Sample>& samples, int64_t row_size, const Work& 
 
 Tensor product(const Tensor& a, const Tensor& b) { return a.dim() == 2 ? a.mm(b) : a.bmm(b); }
 
-// Writes a product where `out`, of the same shape, may have another dtype.
-void put_product(Tensor out, const Tensor& a, const Tensor& b) {
+// Writes a product to `out`, which may have another dtype.
+void store_product(Tensor out, const Tensor& a, const Tensor& b) {
   if (out.dim() == 2 && out.scalar_type() == a.scalar_type())
     at::mm_out(out, a, b);
   else
     out.copy_(product(a, b));
 }
 
-// All rows of keys: [ΣLk, D] of one head, else [K, ΣLk, D].
-Tensor by_key(const Tensor& x) { return x.size(1) == 1 ? x.select(1, 0) : x.transpose(0, 1); }
+// View of all keys: [ΣLk, D] with one head, else [K, ΣLk, D].
+Tensor key_rows(const Tensor& x) { return x.size(1) == 1 ? x.select(1, 0) : x.transpose(0, 1); }
 
 Tensor keys_of(const Tensor& x, const Sample& s) {
   return x.slice(x.dim() - 2, s.k_begin, s.k_end);
 }
 
-// [Lq, Lk]: how far a key is from a query, where the last of both are at one place.
+// [Lq, Lk] distances between queries and keys, where the last of both have the same position.
 Tensor distances(const Sample& s) {
   const Tensor rows = at::arange(s.keys() - s.queries(), s.keys());
   return (rows.unsqueeze(1) - at::arange(s.keys())).abs();
 }
 
-// Whether the softmax of a row is NaN: all its scores are -inf, or NaN or +inf is among them.
+// Whether the softmax of a row is NaN: all its scores are -inf, or some are NaN or +inf.
 bool has_nan(const Tensor& softmax) {
   return AT_DISPATCH_FLOATING_TYPES(softmax.scalar_type(), "has_nan", [&] {
     const scalar_t* const begin = softmax.const_data_ptr<scalar_t>();
@@ -132,32 +134,32 @@ bool has_nan(const Tensor& softmax) {
   });
 }
 
-// What makes weights of scores, by its place in `arguments.SCORES`.
+// The function from scores to weights, by index into `arguments.SCORES`.
 enum Score : int64_t { SOFTMAX, SILU, SIGMOID };
-constexpr double LEAST = -1000;  // a score whose σ is zero, as that of -inf
+constexpr double LEAST = -1000;  // σ is zero, as for -inf
 
-// Weights that are a function of a row's own score, and their derivatives.
+// Weight and derivative of a score, if weights are elementwise functions of scores.
 template <typename T>
 std::pair<T, T> weight_and_slope(T x, int64_t score) {
   x = x < T(LEAST) ? T(LEAST) : x;  // NaN stays
   const T power = std::exp(-std::abs(x)), larger = 1 / (1 + power), smaller = power * larger;
-  const T of_score = x < 0 ? smaller : larger, of_opposite = x < 0 ? larger : smaller;
-  if (score == SILU) return {x * of_score, of_score * (1 + x * of_opposite)};
-  return {of_score, of_score * of_opposite};
+  const T sigma = x < 0 ? smaller : larger, opposite = x < 0 ? larger : smaller;
+  if (score == SILU) return {x * sigma, sigma * (1 + x * opposite)};
+  return {sigma, sigma * opposite};
 }
 
-// Which weights are dropped, drawn as `dropout.py` draws them, and what the others are multiplied by.
+// Dropout of weights, with the draws of `attention/kernels/dropout.py`.
 struct Dropout {
   uint64_t seed;
-  int64_t drops;
-  const int64_t* row_numbers;  // by which rows of keys draw, if not by their indices
+  int64_t threshold;  // weights are dropped if their draw is below
+  const int64_t* row_numbers;  // of keys, to draw by in place of their indices
 
   Dropout(const Tensor& x, const optional<Tensor>& row_numbers)
       : seed(x.const_data_ptr<int64_t>()[0]),
-        drops(x.const_data_ptr<int64_t>()[1]),
+        threshold(x.const_data_ptr<int64_t>()[1]),
         row_numbers(row_numbers ? row_numbers->const_data_ptr<int64_t>() : nullptr) {}
 
-  double factor() const { return double(int64_t{1} << 32) / ((int64_t{1} << 32) - drops); }
+  double factor() const { return double(int64_t{1} << 32) / ((int64_t{1} << 32) - threshold); }
 
   uint32_t draw_of_query(int64_t r) const {
     uint64_t x = seed + (r + 1) * 0x9E3779B97F4A7C15;
@@ -170,96 +172,96 @@ struct Dropout {
     uint32_t x = draw ^ uint32_t(row_numbers ? row_numbers[n] : n) * 0x9E3779B1;
     x = (x ^ (x >> 16)) * 0x85EBCA6B;
     x = (x ^ (x >> 13)) * 0xC2B2AE35;
-    return (x ^ (x >> 16)) < drops;
+    return (x ^ (x >> 16)) < threshold;
   }
 };
 
-optional<Dropout> drawn(const optional<Tensor>& dropout, const optional<Tensor>& row_numbers) {
+optional<Dropout> make_dropout(const optional<Tensor>& dropout,
+                               const optional<Tensor>& row_numbers) {
   return dropout ? optional<Dropout>(std::in_place, *dropout, row_numbers) : std::nullopt;
 }
 
 struct Attention {
   int64_t heads, key_heads;
-  optional<Tensor> bias;         // [H, ΣLk], added to scores
-  optional<Tensor> by_distance;  // [distances, H], added to scores
+  optional<Tensor> bias;           // [H, ΣLk], added to scores
+  optional<Tensor> distance_bias;  // [distances, H], added to scores
   bool causal;
-  int64_t window;  // how many keys a query sees at most; 0 for all
+  int64_t window;  // maximum number of keys of a query; 0 for all
   int64_t score;
   optional<Dropout> dropout;
-  int64_t first_key = 0;  // the number of the first row of keys
+  int64_t first_key = 0;  // index of the first key in the batch
 
-  // The same over the rows of keys from `begin` to `end` alone.
-  Attention over(int64_t begin, int64_t end) const {
-    Attention own = *this;
-    own.first_key += begin;
-    if (bias) own.bias = bias->slice(1, begin, end).contiguous();
-    return own;
+  // The same attention, for keys `begin` to `end` only.
+  Attention slice_keys(int64_t begin, int64_t end) const {
+    Attention sliced = *this;
+    sliced.first_key += begin;
+    if (bias) sliced.bias = bias->slice(1, begin, end).contiguous();
+    return sliced;
   }
 
   bool is_small(const Sample& s, int64_t width) const {
     return s.queries() * heads * width * s.keys() <= LOOPED_WORK;
   }
 
-  // All rows of queries: [ΣLq · H, D] over one head of keys, else [K, ΣLq, G, D].
-  Tensor by_query(const Tensor& x) const {
+  // View of all queries: [ΣLq · H, D] with one head of keys, else [K, ΣLq, G, D].
+  Tensor query_rows(const Tensor& x) const {
     if (key_heads == 1) return x.reshape({x.size(0) * heads, x.size(2)});
     return x.unflatten(1, {key_heads, heads / key_heads}).transpose(0, 1);
   }
 
-  // A sample's of these: [Lq · H, D] or [K, Lq · G, D].
+  // The rows of a sample in `query_rows`: [Lq · H, D] or [K, Lq · G, D].
   Tensor queries_of(const Tensor& rows, const Sample& s) const {
     if (key_heads == 1) return rows.slice(0, s.q_begin * heads, s.q_end * heads);
     return rows.slice(1, s.q_begin, s.q_end).flatten(1, 2);
   }
 
-  // Writes a product there.
-  void put_queries(const Tensor& rows, const Sample& s, const Tensor& a, const Tensor& b) const {
-    if (key_heads == 1) return put_product(queries_of(rows, s), a, b);
-    const Tensor own = rows.slice(1, s.q_begin, s.q_end);
-    own.copy_(a.bmm(b).view(own.sizes()));
+  // Writes a product to the rows of a sample.
+  void store_queries(const Tensor& rows, const Sample& s, const Tensor& a, const Tensor& b) const {
+    if (key_heads == 1) return store_product(queries_of(rows, s), a, b);
+    const Tensor out = rows.slice(1, s.q_begin, s.q_end);
+    out.copy_(a.bmm(b).view(out.sizes()));
   }
 
-  // [K, Lq, G, Lk] of what a sample has for each pair of a row of queries and one of keys.
-  Tensor by_pair(const Tensor& x, const Sample& s) const {
+  // View of scores, weights or their gradients in a sample as [K, Lq, G, Lk].
+  Tensor pair_view(const Tensor& x, const Sample& s) const {
     return x.view({key_heads, s.queries(), heads / key_heads, s.keys()});
   }
 
-  // Softmax over the keys of a sample: zeros of a row that sees no score but -inf, NaN of one that
-  // sees NaN or +inf. Adds biases to the scores.
+  // Softmax over the keys of a sample: zeros for rows whose scores are all -inf, NaN for rows with
+  // a score of NaN or +inf. Adds biases to `scores`.
   Tensor weights(const Tensor& scores, const Sample& s) const {
-    if (bias || by_distance || causal) add_biases(by_pair(scores, s), s);
+    if (bias || distance_bias || causal) add_biases(pair_view(scores, s), s);
     const Tensor p = at::_softmax(scores, -1, false);
     return has_nan(p) ? at::_safe_softmax(scores, -1) : p;
   }
 
-  // Of other scores than the softmax, and their derivatives. Adds biases to the scores.
+  // Elementwise weights and their derivatives. Adds biases to `scores`.
   std::pair<Tensor, Tensor> weights_and_slopes(const Tensor& scores, const Sample& s) const {
-    if (bias || by_distance || causal) add_biases(by_pair(scores, s), s);
-    const Tensor x = scores.clamp_min(LEAST), of_score = at::sigmoid(x), other = at::sigmoid(-x);
-    if (score == SILU) return {x * of_score, of_score * (1 + x * other)};
-    return {of_score, of_score * other};
+    if (bias || distance_bias || causal) add_biases(pair_view(scores, s), s);
+    const Tensor x = scores.clamp_min(LEAST), sigma = at::sigmoid(x), opposite = at::sigmoid(-x);
+    if (score == SILU) return {x * sigma, sigma * (1 + x * opposite)};
+    return {sigma, sigma * opposite};
   }
 
-  // To the scores of each pair, [K, Lq, G, Lk]; -inf to those that causality hides.
+  // Adds biases to scores [K, Lq, G, Lk], and sets scores of masked keys to -inf.
   void add_biases(Tensor x, const Sample& s) const {
     if (bias) {
-      const Tensor own = bias->slice(1, s.k_begin, s.k_end);
-      x.add_(own.view({key_heads, 1, heads / key_heads, s.keys()}));
+      const Tensor key_bias = bias->slice(1, s.k_begin, s.k_end);
+      x.add_(key_bias.view({key_heads, 1, heads / key_heads, s.keys()}));
     }
-    if (by_distance) {
-      const Tensor own = by_distance->index({distances(s)});  // [Lq, Lk, H]
-      x.add_(own.permute({2, 0, 1}).unflatten(0, {key_heads, -1}).transpose(1, 2));
+    if (distance_bias) {
+      const Tensor pair_bias = distance_bias->index({distances(s)});  // [Lq, Lk, H]
+      x.add_(pair_bias.permute({2, 0, 1}).unflatten(0, {key_heads, -1}).transpose(1, 2));
     }
     if (causal) {
       const Tensor pairs = at::ones({s.queries(), s.keys()}, at::kBool);
-      Tensor hidden = pairs.triu(s.keys() - s.queries() + 1);
-      if (window > 0) hidden.logical_or_(pairs.tril(s.keys() - s.queries() - window));
-      x.masked_fill_(hidden.unsqueeze(1), -std::numeric_limits<double>::infinity());
+      Tensor mask = pairs.triu(s.keys() - s.queries() + 1);
+      if (window > 0) mask.logical_or_(pairs.tril(s.keys() - s.queries() - window));
+      x.masked_fill_(mask.unsqueeze(1), -std::numeric_limits<double>::infinity());
     }
   }
 
-  // Multiplies a row's weights, of a head and the keys between two of a sample: by zero what is
-  // dropped, else by what makes up for it.
+  // Dropout of the weights of query `i` and head `h` for keys `from` to `to` of a sample.
   template <typename T>
   void drop(T* x, const Sample& s, int64_t i, int64_t h, int64_t from, int64_t to) const {
     if (!dropout) return;
@@ -269,7 +271,7 @@ struct Attention {
     for (int64_t j = from; j < to; ++j) x[j] *= dropout->is_dropped(draw, first + j) ? 0 : factor;
   }
 
-  // The same of all a sample's weights, or gradients of them, which are contiguous.
+  // Dropout of all weights of a sample, or of their gradients, which are contiguous.
   void drop_all(const Tensor& x, const Sample& s) const {
     if (!dropout) return;
     const int64_t group = heads / key_heads, rows = s.queries() * group, keys = s.keys();
@@ -284,13 +286,13 @@ struct Attention {
     });
   }
 
-  // [Lq, H] of what a sample has for each row of a product.
+  // View of one value per row of a product as [Lq, H].
   Tensor by_head(const Tensor& x, const Sample& s) const {
     return x.view({key_heads, s.queries(), heads / key_heads}).transpose(0, 1).flatten(1);
   }
 };
 
-// The rows of one head follow each other at equal distances.
+// Pointers to the rows of a tensor [rows, heads, width] whose elements are contiguous in a row.
 template <typename T>
 struct Rows {
   T* data;
@@ -300,11 +302,12 @@ struct Rows {
   T* at(int64_t i, int64_t h) const { return data + i * row + h * head; }
 };
 
-bool has_rows(const Tensor& x, at::ScalarType dtype) {
+// Whether loops support `x`.
+bool fits_loops(const Tensor& x, at::ScalarType dtype) {
   return x.scalar_type() == dtype && (x.stride(2) == 1 || x.size(2) == 1);
 }
 
-// What is built is for any processor, and takes vectors of 256 bits where there are such.
+// The library runs on any processor, and uses vectors of 256 bits if there are any.
 #if defined(__x86_64__) && defined(__linux__)
 #define WIDE_VECTORS __attribute__((target_clones("arch=haswell", "default")))
 #else
@@ -325,86 +328,87 @@ WIDE_VECTORS void add(T* to, T factor, const T* x, int64_t size) {
   for (int64_t i = 0; i < size; ++i) to[i] += factor * x[i];
 }
 
-// Keys and values, and where their gradients go: rows of whole tensors, or of a sample's block.
+// Keys, values and their gradients, of the whole batch or of one block.
 struct Keys {
   Tensor k, v, grad_k;
-  optional<Tensor> grad_v, grad_bias;  // of the bias [H, ΣLk]
-  Tensor k_rows = by_key(k), v_rows = by_key(v), grad_k_rows = by_key(grad_k);
-  Tensor grad_v_rows = grad_v ? by_key(*grad_v) : grad_k_rows;
+  optional<Tensor> grad_v, grad_bias;  // grad_bias: [H, ΣLk]
+  Tensor k_rows = key_rows(k), v_rows = key_rows(v), grad_k_rows = key_rows(grad_k);
+  Tensor grad_v_rows = grad_v ? key_rows(*grad_v) : grad_k_rows;
 
-  bool have_rows(at::ScalarType dtype) const {
-    return has_rows(k, dtype) && has_rows(v, dtype) && has_rows(grad_k, dtype) &&
-           (!grad_v || has_rows(*grad_v, dtype));
+  bool fit_loops(at::ScalarType dtype) const {
+    return fits_loops(k, dtype) && fits_loops(v, dtype) && fits_loops(grad_k, dtype) &&
+           (!grad_v || fits_loops(*grad_v, dtype));
   }
 };
 
-// What backward takes of queries; gradients of log-sum-exps are [ΣLq, H], and zeros of rows that see
-// no score but -inf.
+// Queries and gradients of their outputs. Gradients of log-sum-exps are [ΣLq, H], and zeros for
+// rows whose scores are all -inf.
 struct Queries {
   const Attention& attention;
   const Tensor& grad_out;
   const optional<Tensor>& grad_lse;
   const Tensor &q, &grad_q;
-  const optional<Tensor>& grad_by_distance;
-  Tensor q_rows = attention.by_query(q), grad_q_rows = attention.by_query(grad_q);
-  Tensor grad_out_rows = attention.by_query(grad_out);
+  const optional<Tensor>& grad_distance_bias;
+  Tensor q_rows = attention.query_rows(q), grad_q_rows = attention.query_rows(grad_q);
+  Tensor grad_out_rows = attention.query_rows(grad_out);
 };
 
-// A sample's attention, one row of queries after the other.
+// Attention of one sample by loops over queries and keys.
 template <typename T>
 struct Loops {
   const Attention& attention;
   const Sample& s;
-  int64_t num_keys, width, value_width;  // num_keys: of all samples
-  const T* bias;         // as the attention's
-  const T* by_distance;
-  std::vector<T> p = std::vector<T>(s.keys()), ds = p, slopes = p;  // of one row
+  int64_t num_keys, width, value_width;  // num_keys: of the batch
+  const T* bias;  // as in `attention`
+  const T* distance_bias;
+  std::vector<T> p = std::vector<T>(s.keys()), ds = p, slopes = p;  // of one query and head
 
   Loops(const Attention& attention, const Sample& s, const Tensor& k, const Tensor& v)
       : attention(attention), s(s), num_keys(k.size(0)), width(k.size(2)), value_width(v.size(2)),
         bias(attention.bias ? attention.bias->const_data_ptr<T>() : nullptr),
-        by_distance(attention.by_distance ? attention.by_distance->const_data_ptr<T>() : nullptr) {}
+        distance_bias(attention.distance_bias ? attention.distance_bias->const_data_ptr<T>()
+                                              : nullptr) {}
 
   int64_t distance(int64_t i, int64_t j) const {
     return std::abs(s.keys() - s.queries() + i - j);
   }
 
-  // The end of the keys that a row sees.
-  int64_t seen_by(int64_t i) const {
+  // The end of the keys that query `i` attends to.
+  int64_t visible_end(int64_t i) const {
     if (!attention.causal) return s.keys();
     return std::clamp(s.keys() - s.queries() + i + 1, int64_t{0}, s.keys());
   }
 
-  // The first one of them.
-  int64_t seen_from(int64_t i) const {
-    return attention.window > 0 ? std::max(seen_by(i) - attention.window, int64_t{0}) : 0;
+  // The first key that query `i` attends to.
+  int64_t visible_begin(int64_t i) const {
+    return attention.window > 0 ? std::max(visible_end(i) - attention.window, int64_t{0}) : 0;
   }
 
-  // Sets `p` to a row's weights of the keys that it sees. Returns the largest score, and one by the
-  // softmax's sum: zero if the row sees no score but -inf. Of other scores, sets `slopes`, too, and
-  // returns zero and one.
-  std::pair<T, T> weigh(const T* q, const Rows<T>& k, int64_t i, int64_t h) {
+  // Sets `p` to the weights of query `i` and head `h`. Returns the largest score, and 1 / sum of
+  // the softmax, or 0 if all scores are -inf. For elementwise weights, also sets `slopes`, and
+  // returns 0 and 1.
+  std::pair<T, T> compute_weights(const T* q, const Rows<T>& k, int64_t i, int64_t h) {
     const int64_t heads = attention.heads, group = heads / attention.key_heads;
-    const int64_t from = seen_from(i), seen = seen_by(i);
+    const int64_t from = visible_begin(i), end = visible_end(i);
     T largest = -std::numeric_limits<T>::infinity();
     double sum = 0;
-    for (int64_t j = from; j < seen; ++j) {
+    for (int64_t j = from; j < end; ++j) {
       p[j] = dot(q, k.at(s.k_begin + j, h / group), width);
       if (bias) p[j] += bias[h * num_keys + s.k_begin + j];
-      if (by_distance) p[j] += by_distance[distance(i, j) * heads + h];
+      if (distance_bias) p[j] += distance_bias[distance(i, j) * heads + h];
       largest = p[j] > largest || p[j] != p[j] ? p[j] : largest;
     }
     if (attention.score != SOFTMAX) {
-      for (int64_t j = from; j < seen; ++j)
+      for (int64_t j = from; j < end; ++j)
         std::tie(p[j], slopes[j]) = weight_and_slope(p[j], attention.score);
       return {T{0}, T{1}};
     }
     if (largest == -std::numeric_limits<T>::infinity()) {
-      std::fill(p.begin() + from, p.begin() + seen, T{0});
+      std::fill(p.begin() + from, p.begin() + end, T{0});
       return {largest, T{0}};
     }
-    for (int64_t j = from; j < seen; ++j) sum += p[j] = std::exp(p[j] - largest);
-    for (int64_t j = from; j < seen; ++j) p[j] /= T(sum);
+    for (int64_t j = from; j < end; ++j) sum += p[j] = std::exp(p[j] - largest);
+    for (int64_t j = from; j < end; ++j) p[j] /= T(sum);
     return {largest, T(1 / sum)};
   }
 
@@ -414,11 +418,11 @@ struct Loops {
     const int64_t group = attention.heads / attention.key_heads;
     for (int64_t i = 0; i < s.queries(); ++i)
       for (int64_t h = 0; h < attention.heads; ++h) {
-        const auto [largest, inverse] = weigh(q_rows.at(s.q_begin + i, h), k_rows, i, h);
-        T* const own = out_rows.at(s.q_begin + i, h);
-        attention.drop(p.data(), s, i, h, seen_from(i), seen_by(i));
-        for (int64_t j = seen_from(i), seen = seen_by(i); j < seen; ++j)
-          add(own, p[j], v_rows.at(s.k_begin + j, h / group), value_width);
+        const auto [largest, inverse] = compute_weights(q_rows.at(s.q_begin + i, h), k_rows, i, h);
+        T* const out_row = out_rows.at(s.q_begin + i, h);
+        attention.drop(p.data(), s, i, h, visible_begin(i), visible_end(i));
+        for (int64_t j = visible_begin(i), end = visible_end(i); j < end; ++j)
+          add(out_row, p[j], v_rows.at(s.k_begin + j, h / group), value_width);
         if (stats.numel() == 0) continue;
         T* const stat = stats.data_ptr<T>() + (s.q_begin + i) * attention.heads + h;
         stat[0] = largest;
@@ -431,7 +435,7 @@ struct Loops {
     const Rows<T> k_rows(keys.k), v_rows(keys.v), grad_k_rows(keys.grad_k);
     const Rows<T> grad_v_rows(keys.grad_v ? *keys.grad_v : keys.grad_k);
     const optional<Tensor>&grad_lse = queries.grad_lse, &grad_bias = keys.grad_bias;
-    const optional<Tensor>& grad_by_distance = queries.grad_by_distance;
+    const optional<Tensor>& grad_distance_bias = queries.grad_distance_bias;
     const int64_t heads = attention.heads, group = heads / attention.key_heads;
     for (int64_t j = s.k_begin; j < s.k_end; ++j)
       for (int64_t h = 0; h < attention.key_heads; ++h) {
@@ -440,88 +444,88 @@ struct Loops {
       }
     for (int64_t i = 0; i < s.queries(); ++i)
       for (int64_t h = 0; h < heads; ++h) {
-        const T* const own_q = q_rows.at(s.q_begin + i, h);
-        const T* const own_grad_out = grad_out_rows.at(s.q_begin + i, h);
-        weigh(own_q, k_rows, i, h);
-        const int64_t from = seen_from(i), seen = seen_by(i);
+        const T* const q_row = q_rows.at(s.q_begin + i, h);
+        const T* const grad_out_row = grad_out_rows.at(s.q_begin + i, h);
+        compute_weights(q_row, k_rows, i, h);
+        const int64_t from = visible_begin(i), end = visible_end(i);
         double mean = 0;
-        for (int64_t j = from; j < seen; ++j)
-          ds[j] = dot(own_grad_out, v_rows.at(s.k_begin + j, h / group), value_width);
-        attention.drop(ds.data(), s, i, h, from, seen);
-        for (int64_t j = from; j < seen; ++j) mean += double{p[j]} * ds[j];
+        for (int64_t j = from; j < end; ++j)
+          ds[j] = dot(grad_out_row, v_rows.at(s.k_begin + j, h / group), value_width);
+        attention.drop(ds.data(), s, i, h, from, end);
+        for (int64_t j = from; j < end; ++j) mean += double{p[j]} * ds[j];
         if (grad_lse) mean -= grad_lse->const_data_ptr<T>()[(s.q_begin + i) * heads + h];
-        for (int64_t j = from; j < seen; ++j)
+        for (int64_t j = from; j < end; ++j)
           ds[j] = attention.score == SOFTMAX ? T(p[j] * (ds[j] - mean)) : slopes[j] * ds[j];
-        attention.drop(p.data(), s, i, h, from, seen);
-        for (int64_t j = from; j < seen; ++j) {
+        attention.drop(p.data(), s, i, h, from, end);
+        for (int64_t j = from; j < end; ++j) {
           const int64_t row = s.k_begin + j, head = h / group;
           add(grad_q_rows.at(s.q_begin + i, h), ds[j], k_rows.at(row, head), width);
-          add(grad_k_rows.at(row, head), ds[j], own_q, width);
-          add(grad_v_rows.at(row, head), p[j], own_grad_out, value_width);
+          add(grad_k_rows.at(row, head), ds[j], q_row, width);
+          add(grad_v_rows.at(row, head), p[j], grad_out_row, value_width);
           if (grad_bias) grad_bias->data_ptr<T>()[h * num_keys + row] += ds[j];
-          if (!grad_by_distance) continue;
-          const int64_t place = s.distances_begin + distance(i, j);
-          grad_by_distance->data_ptr<double>()[place * heads + h] += ds[j];
+          if (!grad_distance_bias) continue;
+          const int64_t index = s.distances_begin + distance(i, j);
+          grad_distance_bias->data_ptr<double>()[index * heads + h] += ds[j];
         }
       }
   }
 };
 
-// Outputs of `samples` into `out` [ΣLq, H, Dv], and their statistics.
+// Writes the outputs of `samples` to `out` [ΣLq, H, Dv], and their statistics to `stats`.
 void attend(const Attention& attention, const std::vector<Sample>& samples, const Tensor& q,
             const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& stats) {
-  const Tensor q_rows = attention.by_query(q), out_rows = attention.by_query(out);
-  const Tensor k_rows = by_key(k), v_rows = by_key(v);
+  const Tensor q_rows = attention.query_rows(q), out_rows = attention.query_rows(out);
+  const Tensor k_rows = key_rows(k), v_rows = key_rows(v);
   const auto dtype = q.scalar_type();
   const int64_t score = attention.score;
-  const bool loops = has_rows(k, dtype) && has_rows(v, dtype);
+  const bool use_loops = fits_loops(k, dtype) && fits_loops(v, dtype);
   for_each(samples, q.size(1) * q.size(2), [&](const Sample& s) {
-    if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
+    if (use_loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
       AT_DISPATCH_FLOATING_TYPES(dtype, "forward", [&] {
         Loops<scalar_t>(attention, s, k, v).forward(q, k, v, out, stats);
       });
       return;
     }
-    const Tensor own_k = keys_of(k_rows, s).to(q.scalar_type());
-    const Tensor own_v = v.is_same(k) ? own_k : keys_of(v_rows, s).to(q.scalar_type());
-    const Tensor scores = product(attention.queries_of(q_rows, s), own_k.mT());
+    const Tensor sample_k = keys_of(k_rows, s).to(q.scalar_type());
+    const Tensor sample_v = v.is_same(k) ? sample_k : keys_of(v_rows, s).to(q.scalar_type());
+    const Tensor scores = product(attention.queries_of(q_rows, s), sample_k.mT());
     const Tensor p = score == SOFTMAX ? attention.weights(scores, s)
                                       : attention.weights_and_slopes(scores, s).first;
     Tensor kept = p;
     if (attention.dropout) attention.drop_all(kept = p.clone(), s);
-    attention.put_queries(out_rows, s, kept, own_v);
+    attention.store_queries(out_rows, s, kept, sample_v);
     if (stats.numel() == 0) return;
-    const Tensor own = stats.slice(1, s.q_begin, s.q_end);
+    const Tensor sample_stats = stats.slice(1, s.q_begin, s.q_end);
     if (score != SOFTMAX) {
-      own.select(0, 1).fill_(1);
+      sample_stats.select(0, 1).fill_(1);
       return;
     }
-    own.select(0, 0).copy_(attention.by_head(scores.amax(-1), s));
-    own.select(0, 1).copy_(attention.by_head(p.amax(-1), s));
+    sample_stats.select(0, 0).copy_(attention.by_head(scores.amax(-1), s));
+    sample_stats.select(0, 1).copy_(attention.by_head(p.amax(-1), s));
   });
 }
 
-// Samples that follow each other, with a copy of the rows that `indices` name for them.
+// Consecutive samples, and a copy of their keys, gathered by `indices`.
 struct Gathered {
   Tensor indices, k;
   Attention attention;
   std::vector<Sample> samples;
 
-  Gathered(const Attention& whole, const std::vector<Sample>& own, const Tensor& all_k,
+  Gathered(const Attention& whole, const std::vector<Sample>& group, const Tensor& all_k,
            const Tensor& all_indices)
-      : indices(all_indices.slice(0, own.front().k_begin, own.back().k_end)),
+      : indices(all_indices.slice(0, group.front().k_begin, group.back().k_end)),
         k(all_k.index_select(0, indices)),
-        attention(whole.over(own.front().k_begin, own.back().k_end)),
-        samples(own) {
-    const int64_t begin = own.front().k_begin;
+        attention(whole.slice_keys(group.front().k_begin, group.back().k_end)),
+        samples(group) {
+    const int64_t begin = group.front().k_begin;
     for (Sample& s : samples) s.k_begin -= begin, s.k_end -= begin;
   }
 };
 
-// How many rows are copied at a time, but for a sample that has more.
+// Maximum number of rows gathered at a time, unless one sample has more.
 constexpr int64_t GATHERED_ROWS = int64_t{1} << 13;
 
-// Does `work` on all samples, a few at a time, in their order.
+// Calls `work` for groups of consecutive samples, in order.
 template <class Work>
 void for_gathered(const Attention& attention, const std::vector<Sample>& samples, const Tensor& k,
                   const Tensor& indices, const Work& work) {
@@ -533,18 +537,18 @@ void for_gathered(const Attention& attention, const std::vector<Sample>& samples
   }
 }
 
-// Outputs [ΣLq, H, Dv] in the dtype of `q`. `stats`, of no element or [2, ΣLq, H], receive the
-// largest score and the largest weight, which is one by the softmax's sum. With `indices` [ΣLk],
-// keys are values, and the rows of `k` that these name.
+// Returns outputs [ΣLq, H, Dv] in the dtype of `q`. `stats`, empty or [2, ΣLq, H], receive the
+// largest score and the largest weight, which is 1 / sum of the softmax. With gather indices
+// `indices` [ΣLk], keys and values are the rows of `k` at these indices.
 Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& q_offsets,
                const Tensor& kv_offsets, const optional<Tensor>& indices,
-               const optional<Tensor>& bias, const optional<Tensor>& by_distance, bool causal,
+               const optional<Tensor>& bias, const optional<Tensor>& distance_bias, bool causal,
                int64_t window, int64_t score, const optional<Tensor>& dropout,
                const optional<Tensor>& row_numbers, const Tensor& stats) {
-  const Attention attention{q.size(1), k.size(1), bias,  by_distance,
-                            causal,    window,    score, drawn(dropout, row_numbers)};
+  const Attention attention{q.size(1), k.size(1), bias,  distance_bias,
+                            causal,    window,    score, make_dropout(dropout, row_numbers)};
   Tensor out = q.new_zeros({q.size(0), q.size(1), v.size(2)});
-  const auto samples = cut(samples_of(q_offsets, kv_offsets), window);
+  const auto samples = split_into_blocks(samples_of(q_offsets, kv_offsets), window);
   if (indices)
     for_gathered(attention, samples, k, *indices, [&](const Gathered& x) {
       attend(x.attention, x.samples, q, x.k, x.k, out, stats);
@@ -554,65 +558,66 @@ Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   return out;
 }
 
-// Gradients of a sample.
+// Computes the gradients of a sample.
 void differentiate(const Attention& attention, const Queries& queries, const Keys& keys,
-                   const Sample& s, bool loops) {
+                   const Sample& s, bool use_loops) {
   const Tensor &q = queries.q, &k = keys.k, &v = keys.v;
   const optional<Tensor>&grad_lse = queries.grad_lse, &grad_bias = keys.grad_bias;
-  const optional<Tensor>& grad_by_distance = queries.grad_by_distance;
+  const optional<Tensor>& grad_distance_bias = queries.grad_distance_bias;
   const auto dtype = q.scalar_type();
-  if (loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
+  if (use_loops && attention.is_small(s, std::max(q.size(2), v.size(2)))) {
     AT_DISPATCH_FLOATING_TYPES(dtype, "backward", [&] {
       Loops<scalar_t>(attention, s, k, v).backward(queries, keys);
     });
     return;
   }
-  const Tensor own_q = attention.queries_of(queries.q_rows, s);
-  const Tensor own_grad_out = attention.queries_of(queries.grad_out_rows, s);
-  const Tensor own_k = keys_of(keys.k_rows, s).to(dtype);
-  const Tensor own_v = v.is_same(k) ? own_k : keys_of(keys.v_rows, s).to(dtype);
-  const Tensor scores = product(own_q, own_k.mT()), dp = product(own_grad_out, own_v.mT());
+  const Tensor sample_q = attention.queries_of(queries.q_rows, s);
+  const Tensor sample_grad_out = attention.queries_of(queries.grad_out_rows, s);
+  const Tensor sample_k = keys_of(keys.k_rows, s).to(dtype);
+  const Tensor sample_v = v.is_same(k) ? sample_k : keys_of(keys.v_rows, s).to(dtype);
+  const Tensor scores = product(sample_q, sample_k.mT());
+  const Tensor dp = product(sample_grad_out, sample_v.mT());
   attention.drop_all(dp, s);
   Tensor p, ds;
   if (attention.score == SOFTMAX) {
     p = attention.weights(scores, s);
     ds = at::_softmax_backward_data(dp, p, -1, p.scalar_type());
     if (grad_lse) {
-      const Tensor own = grad_lse->slice(0, s.q_begin, s.q_end);
-      const Tensor by_head = own.unflatten(1, {attention.key_heads, -1}).transpose(0, 1);
-      attention.by_pair(ds, s).addcmul_(attention.by_pair(p, s), by_head.unsqueeze(3));
+      const Tensor rows = grad_lse->slice(0, s.q_begin, s.q_end);  // [Lq, H]
+      const Tensor by_key_head = rows.unflatten(1, {attention.key_heads, -1}).transpose(0, 1);
+      attention.pair_view(ds, s).addcmul_(attention.pair_view(p, s), by_key_head.unsqueeze(3));
     }
   } else {
     std::tie(p, ds) = attention.weights_and_slopes(scores, s);
     ds.mul_(dp);
   }
   attention.drop_all(p, s);
-  attention.put_queries(queries.grad_q_rows, s, ds, own_k);
-  Tensor own_grad_k = keys_of(keys.grad_k_rows, s);
+  attention.store_queries(queries.grad_q_rows, s, ds, sample_k);
+  Tensor sample_grad_k = keys_of(keys.grad_k_rows, s);
   if (keys.grad_v) {
-    put_product(own_grad_k, ds.mT(), own_q);
-    put_product(keys_of(keys.grad_v_rows, s), p.mT(), own_grad_out);
-  } else if (own_grad_k.dim() == 2 && own_grad_k.scalar_type() == dtype) {
-    at::mm_out(own_grad_k, ds.t(), own_q);
-    own_grad_k.addmm_(p.t(), own_grad_out);
+    store_product(sample_grad_k, ds.mT(), sample_q);
+    store_product(keys_of(keys.grad_v_rows, s), p.mT(), sample_grad_out);
+  } else if (sample_grad_k.dim() == 2 && sample_grad_k.scalar_type() == dtype) {
+    at::mm_out(sample_grad_k, ds.t(), sample_q);
+    sample_grad_k.addmm_(p.t(), sample_grad_out);
   } else {
-    own_grad_k.copy_(product(ds.mT(), own_q).add_(product(p.mT(), own_grad_out)));
+    sample_grad_k.copy_(product(ds.mT(), sample_q).add_(product(p.mT(), sample_grad_out)));
   }
   if (grad_bias) {
-    const Tensor own = grad_bias->slice(1, s.k_begin, s.k_end);
-    const Tensor terms = attention.by_pair(ds, s);  // [K, Lq, G, Lk]
-    own.copy_(s.queries() == 1 ? ds.view(own.sizes()) : terms.sum(1).view(own.sizes()));
+    const Tensor out = grad_bias->slice(1, s.k_begin, s.k_end);
+    const Tensor terms = attention.pair_view(ds, s);  // [K, Lq, G, Lk]
+    out.copy_(s.queries() == 1 ? ds.view(out.sizes()) : terms.sum(1).view(out.sizes()));
   }
-  if (grad_by_distance) {
-    const Tensor own = grad_by_distance->narrow(0, s.distances_begin, s.distances());
-    const Tensor pairs = attention.by_pair(ds, s).permute({1, 3, 0, 2});  // [Lq, Lk, K, G]
-    const Tensor terms = pairs.flatten(2).flatten(0, 1).to(own.scalar_type());
-    own.index_add_(0, distances(s).flatten(), terms);
+  if (grad_distance_bias) {
+    const Tensor out = grad_distance_bias->narrow(0, s.distances_begin, s.distances());
+    const Tensor pairs = attention.pair_view(ds, s).permute({1, 3, 0, 2});  // [Lq, Lk, K, G]
+    const Tensor terms = pairs.flatten(2).flatten(0, 1).to(out.scalar_type());
+    out.index_add_(0, distances(s).flatten(), terms);
   }
 }
 
-// Gradients of a sample whose queries see a window of keys: of one block of queries after the other,
-// whose keys are those of others, too.
+// Computes the gradients of a sample with a window, block by block. Blocks share keys, whose
+// gradients are summed.
 void differentiate_blocks(const Attention& attention, const Queries& queries, const Keys& keys,
                           const Sample& s) {
   const auto dtype = queries.q.scalar_type();
@@ -626,49 +631,50 @@ void differentiate_blocks(const Attention& attention, const Queries& queries, co
   if (attention.bias)
     sums.grad_bias = at::zeros_like(attention.bias->slice(1, s.k_begin, s.k_end));
   for (Sample block : blocks_of(s, attention.window)) {
-    const auto copied = [&](const Tensor& x) {  // as loops read it
+    const auto copy_keys = [&](const Tensor& x) {  // contiguous, for loops
       return x.slice(0, block.k_begin, block.k_end).to(dtype).contiguous();
     };
-    const Attention of_block = attention.over(block.k_begin, block.k_end);
-    const Tensor k = copied(keys.k), v = copied(keys.v);
-    Keys own{k, v, at::zeros_like(k), at::zeros_like(v)};
-    if (of_block.bias) own.grad_bias = at::zeros_like(*of_block.bias);
+    const Attention block_attention = attention.slice_keys(block.k_begin, block.k_end);
+    const Tensor k = copy_keys(keys.k), v = copy_keys(keys.v);
+    Keys block_keys{k, v, at::zeros_like(k), at::zeros_like(v)};
+    if (block_attention.bias) block_keys.grad_bias = at::zeros_like(*block_attention.bias);
     const Sample whole{block.q_begin, block.q_end, 0, block.keys(), block.distances_begin};
-    differentiate(of_block, queries, own, whole, true);
+    differentiate(block_attention, queries, block_keys, whole, true);
     block.k_begin -= s.k_begin, block.k_end -= s.k_begin;
-    add(sums.grad_k, own.grad_k, block, 0);
-    add(*sums.grad_v, *own.grad_v, block, 0);
-    if (own.grad_bias) add(*sums.grad_bias, *own.grad_bias, block, 1);
+    add(sums.grad_k, block_keys.grad_k, block, 0);
+    add(*sums.grad_v, *block_keys.grad_v, block, 0);
+    if (block_keys.grad_bias) add(*sums.grad_bias, *block_keys.grad_bias, block, 1);
   }
   keys.grad_k.slice(0, s.k_begin, s.k_end).copy_(sums.grad_k);
   keys.grad_v->slice(0, s.k_begin, s.k_end).copy_(*sums.grad_v);
   if (keys.grad_bias) keys.grad_bias->slice(1, s.k_begin, s.k_end).copy_(*sums.grad_bias);
 }
 
-// Gradients of `q`, and those of `k` and `v` into `grad_k` and `grad_v`, of `bias` into `grad_bias`
-// [H, ΣLk] and of each sample's distances into `grad_by_distance` [Σ max(Lq, Lk), H]. Without
-// `grad_v`, keys are values: `grad_k` receives the sum. With a window there is one. With `indices`
-// there is none, and `grad_k`, in the dtype of `q`, is added to.
+// Returns the gradient of `q`. Writes the gradients of `k`, `v` and `bias` to `grad_k`, `grad_v`
+// and `grad_bias` [H, ΣLk], and of the distances in each sample to `grad_distance_bias`
+// [Σ max(Lq, Lk), H]. Without `grad_v`, keys are values, and `grad_k` receives the sum. A window
+// requires `grad_v`. With `indices` there is no `grad_v`, and the sum is added to `grad_k`, which
+// has the dtype of `q`.
 Tensor backward(const Tensor& grad_out, const optional<Tensor>& grad_lse, const Tensor& q,
                 const Tensor& k, const Tensor& v, const Tensor& q_offsets,
                 const Tensor& kv_offsets, const optional<Tensor>& indices,
-                const optional<Tensor>& bias, const optional<Tensor>& by_distance, bool causal,
+                const optional<Tensor>& bias, const optional<Tensor>& distance_bias, bool causal,
                 int64_t window, int64_t score, const optional<Tensor>& dropout,
                 const optional<Tensor>& row_numbers, const Tensor& grad_k,
                 const optional<Tensor>& grad_v, const optional<Tensor>& grad_bias,
-                const optional<Tensor>& grad_by_distance) {
-  const Attention attention{q.size(1), k.size(1), bias,  by_distance,
-                            causal,    window,    score, drawn(dropout, row_numbers)};
+                const optional<Tensor>& grad_distance_bias) {
+  const Attention attention{q.size(1), k.size(1), bias,  distance_bias,
+                            causal,    window,    score, make_dropout(dropout, row_numbers)};
   const Tensor grad_q = q.new_zeros(q.sizes());
   const auto samples = samples_of(q_offsets, kv_offsets);
   if (indices) {
     for_gathered(attention, samples, k, *indices, [&](const Gathered& x) {
-      const Queries queries{x.attention, grad_out, grad_lse, q, grad_q, grad_by_distance};
+      const Queries queries{x.attention, grad_out, grad_lse, q, grad_q, grad_distance_bias};
       Keys keys{x.k, x.k, at::empty_like(x.k, q.options())};
       if (grad_bias) keys.grad_bias = at::zeros_like(*x.attention.bias);
-      const bool loops = keys.have_rows(q.scalar_type());
+      const bool use_loops = keys.fit_loops(q.scalar_type());
       for_each(x.samples, q.size(1) * q.size(2), [&](const Sample& s) {
-        differentiate(x.attention, queries, keys, s, loops);
+        differentiate(x.attention, queries, keys, s, use_loops);
       });
       grad_k.index_add_(0, x.indices, keys.grad_k);
       if (!grad_bias) return;
@@ -677,14 +683,14 @@ Tensor backward(const Tensor& grad_out, const optional<Tensor>& grad_lse, const 
     });
     return grad_q;
   }
-  const Queries queries{attention, grad_out, grad_lse, q, grad_q, grad_by_distance};
+  const Queries queries{attention, grad_out, grad_lse, q, grad_q, grad_distance_bias};
   const Keys keys{k, v, grad_k, grad_v, grad_bias};
-  const bool loops = keys.have_rows(q.scalar_type());
+  const bool use_loops = keys.fit_loops(q.scalar_type());
   for_each(samples, q.size(1) * q.size(2), [&](const Sample& s) {
     if (window > 0)
       differentiate_blocks(attention, queries, keys, s);
     else
-      differentiate(attention, queries, keys, s, loops);
+      differentiate(attention, queries, keys, s, use_loops);
   });
   return grad_q;
 }
@@ -694,13 +700,13 @@ Tensor backward(const Tensor& grad_out, const optional<Tensor>& grad_lse, const 
 TORCH_LIBRARY(torchrec_jagged_attn_flash_attention, library) {
   library.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor kv_offsets,"
-      " Tensor? indices, Tensor? bias, Tensor? by_distance, bool causal, int window, int score,"
+      " Tensor? indices, Tensor? bias, Tensor? distance_bias, bool causal, int window, int score,"
       " Tensor? dropout, Tensor? row_numbers, Tensor(a!) stats) -> Tensor",
       forward);
   library.def(
       "backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor q_offsets,"
-      " Tensor kv_offsets, Tensor? indices, Tensor? bias, Tensor? by_distance, bool causal,"
+      " Tensor kv_offsets, Tensor? indices, Tensor? bias, Tensor? distance_bias, bool causal,"
       " int window, int score, Tensor? dropout, Tensor? row_numbers, Tensor(a!) grad_k,"
-      " Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_by_distance) -> Tensor",
+      " Tensor(b!)? grad_v, Tensor(c!)? grad_bias, Tensor(d!)? grad_distance_bias) -> Tensor",
       backward);
 }

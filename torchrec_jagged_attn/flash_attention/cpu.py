@@ -1,19 +1,14 @@
-"""Attention on jagged tensors and without padding: what runs on CPU.
+"""Target and flash attention on a CPU.
 
-``H`` heads of queries attend over ``K`` heads of keys and values. Target attention is the case of
-one head of keys, which are the raw history rows and the values, too. Sums and the softmax are taken
-in fp32 (fp64 for fp64 inputs), as in the kernels. ``attention.cpp`` computes all of it on all
-cores. Where it cannot be built, :func:`_attend` and :func:`_differentiate` do the same in plain
-PyTorch.
-
-In names, ``N`` counts rows of keys; of one sample, ``L`` counts queries and ``S`` counts keys.
+``H`` heads of queries attend to ``K`` heads of keys and values. Target attention has one head of
+keys, the raw history rows, which are the values, too. Sums and the softmax are computed in fp32
+(fp64 for fp64 inputs), as in the kernels. This file prepares the operands; ``attention.cpp``
+computes attention and its gradients, on all cores.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import SCORES, Biases
-from torchrec_jagged_attn.attention.cpu_dropout import dropped_rows, weight_factors
 from torchrec_jagged_attn.flash_attention import extension
 from torchrec_jagged_attn.flash_attention.arguments import (
     FlashArguments,
@@ -30,60 +24,62 @@ from torchrec_jagged_attn.flash_attention.arguments import (
 )
 from torchrec_jagged_attn.layout import JaggedLayout
 
-# Fractional bits of the least fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
+# Mantissas of the smallest fp32 numbers at or above 2^(1/4), 2^(2/4) and 2^(3/4).
 QUARTER_OCTAVES = (0x1837F1, 0x3504F4, 0x5744FD)
-LEAST = -1000.0  # a score whose sigmoid is zero, as that of -inf
 
 
-class Additions(NamedTuple):
-    """What target attention has, and flash attention has not."""
+class TargetOptions(NamedTuple):
+    """Options of target attention that flash attention does not have."""
 
     score: str = "softmax"  # one of ``SCORES``
-    indices: Tensor | None = None  # [N]: keys are values, and the rows of ``k`` that these name
-    row_numbers: Tensor | None = None  # [N], see :class:`TargetArguments`
-    row_number_ends: Tensor | None = None  # [B], see there
-    # [M, H], the gradient of the log-sum-exps of queries; zero where they see nothing
+    # [N] gather indices: keys and values are the rows of ``k`` at these indices
+    indices: Tensor | None = None
+    # [N] and [B], see :class:`TargetArguments`
+    row_numbers: Tensor | None = None
+    row_number_ends: Tensor | None = None
+    # [M, H], the gradient of the log-sum-exps of queries; zero for queries without a visible key
     grad_lse: Tensor | None = None
 
 
-NO_ADDITIONS = Additions()
+DEFAULTS = TargetOptions()
 
 
 class _Operands(NamedTuple):
-    """What both functions of ``attention.cpp`` take, in its order."""
+    """Arguments that both functions of ``attention.cpp`` take, in their order."""
 
-    q: Tensor  # scaled, in the dtype that is computed in
+    q: Tensor  # scaled, in the dtype of sums
     k: Tensor
     v: Tensor
     q_offsets: Tensor
     kv_offsets: Tensor
     indices: Tensor | None
     bias: Tensor | None  # [H, N], the sum of all biases of keys
-    by_distance: Tensor | None  # [distances, H]
+    distance_bias: Tensor | None  # [distances, H]
     causal: bool
     window: int
-    score: int  # its place in SCORES
+    score: int  # index into SCORES
     dropout: Tensor | None
-    row_numbers: Tensor | None  # [N] int64, by which weights are dropped
+    row_numbers: Tensor | None  # [N] int64, for dropout
 
 
 def forward(args: FlashArguments) -> FlashOutputs:
-    """Attend; the statistics are zeros unless ``needs_stats``, or where no key is seen."""
+    """Return outputs and statistics, of scores in base 2 as in the kernels of flash attention.
+
+    Statistics are zeros without ``needs_stats``, and for queries without a visible key.
+    """
     out, stats = attend(args)
-    stats[0].div_(math.log(2))  # as kernels of flash attention have it
+    stats[0].div_(math.log(2))
     return FlashOutputs(out, stats.float())
 
 
-def attend(args: FlashArguments, more: Additions = NO_ADDITIONS) -> FlashOutputs:
-    """The same, but for statistics in the dtype that is computed in, and of scores in base e."""
-    x, _ = _operands(args, more)
+def attend(args: FlashArguments, options: TargetOptions = DEFAULTS) -> FlashOutputs:
+    """As :func:`forward`, with statistics in the dtype of sums, of scores in base e."""
+    x, _ = _operands(args, options)
     stats = x.q.new_zeros([2, *x.q.shape[:2]])
-    largest_MH, inverse_MH = stats
-    wanted = stats if args.needs_stats else stats[:0]
-    compiled = extension.library()
-    out = _attend(x, wanted) if compiled is None else compiled.forward(*x, wanted)
+    maximum_MH, inverse_MH = stats
+    out = extension.library().forward(*x, stats if args.needs_stats else stats[:0])
     if args.needs_stats:
-        largest_MH.masked_fill_(inverse_MH == 0, 0)
+        maximum_MH.masked_fill_(inverse_MH == 0, 0)
     return FlashOutputs(out.to(args.q.dtype), stats)
 
 
@@ -94,38 +90,36 @@ def backward(
     grad_k: Tensor,
     grad_v: Tensor | None,
     needs_bias: bool = True,
-    more: Additions = NO_ADDITIONS,
+    options: TargetOptions = DEFAULTS,
 ) -> FlashGradients:
-    """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
+    """Return all gradients, computed from the arguments alone: ``outputs`` and ``needs_bias`` are
+    not read.
 
-    Those of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``. Without ``grad_v``, ``k``
-    must be ``v``, and their sum is written into ``grad_k``. With ``indices``, that sum is added to
-    ``grad_k``, in the dtype that is computed in. All else is computed again from the arguments.
-    Whether the gradient of ``bias`` is needed changes nothing here. Gradients of rows behind the
-    last offset are zeros.
+    The gradients of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``. Without ``grad_v``,
+    ``k`` must be ``v``, and the sum of both gradients is written into ``grad_k``. With ``indices``,
+    it is added to ``grad_k``, in the dtype of sums. Gradients of rows behind the last offset are
+    zeros. For prior weights, ``bias`` is the gradient of their logarithms, ``[N, H]``.
     """
-    x, (position_bucket, age_bucket) = _operands(args, more)
+    x, (position_bucket, age_bucket) = _operands(args, options)
     biases, relative_bias = args.biases, args.relative_bias
     grad_bias_HN = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
-    grad_by_distance = bucket_of_distance = None
+    grad_distance_bias = distance_bucket = None
     if relative_bias is not None:
         layout = JaggedLayout.from_lengths(torch.maximum(x.q_offsets.diff(), x.kv_offsets.diff()))
         rows = torch.arange(layout.num_rows, device=layout.offsets.device)
         distances = rows - layout.offsets[:-1][layout.sample_ids()]
-        bucket_of_distance = _recency_buckets(distances, len(relative_bias))
-        grad_by_distance = x.q.new_zeros(len(distances), x.q.shape[1], dtype=torch.float64)
-    grad_out, grad_lse = grad_out.to(x.q.dtype).contiguous(), more.grad_lse
+        distance_bucket = _recency_buckets(distances, len(relative_bias))
+        grad_distance_bias = x.q.new_zeros(len(distances), x.q.shape[1], dtype=torch.float64)
+    grad_out, grad_lse = grad_out.to(x.q.dtype).contiguous(), options.grad_lse
     if grad_lse is not None:
         grad_lse = grad_lse.to(x.q.dtype).contiguous()
-    own_grad_k, own_grad_v = grad_k, grad_v
+    written_k, written_v = grad_k, grad_v
     if x.indices is None:
-        own_grad_k = _without_rows_behind(grad_k, x.k.shape[0])
-        own_grad_v = None if grad_v is None else _without_rows_behind(grad_v, x.k.shape[0])
-    grads = own_grad_k, own_grad_v, grad_bias_HN, grad_by_distance
-    if (compiled := extension.library()) is None:
-        grad_q = _differentiate(grad_out, grad_lse, x, *grads)
-    else:
-        grad_q = compiled.backward(grad_out, grad_lse, *x, *grads)
+        written_k = _without_rows_behind(grad_k, x.k.shape[0])
+        written_v = None if grad_v is None else _without_rows_behind(grad_v, x.k.shape[0])
+    grad_q = extension.library().backward(
+        grad_out, grad_lse, *x, written_k, written_v, grad_bias_HN, grad_distance_bias
+    )
     grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
     return FlashGradients(
         q=grad_q.mul_(args.scale).to(args.q.dtype),
@@ -134,194 +128,40 @@ def backward(
         bias=_with_rows_behind(_bias_gradient(grad_bias_NH, None, biases.bias), biases.bias),
         position_bias=_bias_gradient(grad_bias_NH, position_bucket, biases.position_bias),
         age_bias=_bias_gradient(grad_bias_NH, age_bucket, biases.age_bias),
-        relative_bias=_bias_gradient(grad_by_distance, bucket_of_distance, relative_bias),
+        relative_bias=_bias_gradient(grad_distance_bias, distance_bucket, relative_bias),
     )
 
 
 def _operands(
-    args: FlashArguments, more: Additions
+    args: FlashArguments, options: TargetOptions
 ) -> tuple[_Operands, tuple[Tensor | None, Tensor | None]]:
-    """What is computed with, and ``[N]`` buckets of the positions and ages of keys."""
+    """Return the arguments of ``attention.cpp``, without rows behind the last offset, and ``[N]``
+    buckets of the positions and ages of keys.
+    """
     q, k, v, q_offsets, kv_offsets = args[:5]
     dtype = compute_dtype(q)
-    num_keys, ends = int(kv_offsets[-1]), more.row_number_ends  # without rows behind the last
+    num_keys, ends = int(kv_offsets[-1]), options.row_number_ends
     indices, numbers, bias, timestamps = (
         None if x is None else x[:num_keys]
-        for x in (more.indices, more.row_numbers, args.biases.bias, args.biases.timestamps)
+        for x in (options.indices, options.row_numbers, args.biases.bias, args.biases.timestamps)
     )
     if indices is None:
-        own_k = k[:num_keys]
-        k, v = own_k, own_k if v is k else v[:num_keys]
+        first_k = k[:num_keys]
+        k, v = first_k, first_k if v is k else v[:num_keys]
     biases = args.biases._replace(bias=bias, timestamps=timestamps)
     bias_HN, buckets = bias_of_keys(dtype, q.shape[1], kv_offsets, num_keys, biases, numbers, ends)
-    by_distance = _by_distance(args.relative_bias, q_offsets, kv_offsets, dtype)
+    distance_bias = _distance_bias(args.relative_bias, q_offsets, kv_offsets, dtype)
     return _Operands(
         (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, indices, bias_HN,
-        by_distance, args.causal, args.window, SCORES.index(more.score),
+        distance_bias, args.causal, args.window, SCORES.index(options.score),
         args.biases.dropout, None if numbers is None else numbers.long().contiguous(),
     ), buckets  # fmt: skip
 
 
-def _attend(x: _Operands, stats: Tensor) -> Tensor:
-    """Outputs, in the dtype of ``x.q``, and statistics if ``stats`` has room for them."""
-    out = x.q.new_zeros(*x.q.shape[:2], x.v.shape[2])
-    for queries, keys, _ in _samples(x.q_offsets, x.kv_offsets):
-        q_HLD, k_HSD, v_HSD, bias_HS = _of_sample(x, queries, keys)
-        scores_HLS = q_HLD @ k_HSD.mT
-        hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window) if x.causal else None
-        p_HLS, _ = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
-        kept_HLS = _dropped(p_HLS, x, queries, keys)
-        out[queries] = (kept_HLS @ v_HSD).transpose(0, 1)
-        if x.score:
-            stats[1:, queries] = 1
-            continue
-        for stat, x_HLS in zip(stats, (scores_HLS, p_HLS), strict=False):
-            stat[queries] = x_HLS.amax(2).T
-    return out
-
-
-def _differentiate(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    x: _Operands,
-    grad_k: Tensor,
-    grad_v: Tensor | None,
-    grad_bias_HN: Tensor | None,
-    grad_by_distance: Tensor | None,
-) -> Tensor:
-    """Gradients of ``x.q``, and of all others into their place.
-
-    Those of a sample's distances, ``[Σ max(L, S), H]``, are the rows of it in ``grad_by_distance``.
-    """
-    grad_q = x.q.new_zeros(x.q.shape)
-    for queries, keys, distances in _samples(x.q_offsets, x.kv_offsets):
-        q_HLD, k_HSD, v_HSD, bias_HS = _of_sample(x, queries, keys)
-        grad_out_HLD = _by_head(grad_out[queries])
-        scores_HLS, dp_HLS = q_HLD @ k_HSD.mT, grad_out_HLD @ v_HSD.mT
-        hidden_LS = _hidden(*scores_HLS.shape[1:], window=x.window) if x.causal else None
-        dp_HLS = _dropped(dp_HLS, x, queries, keys)
-        p_HLS, slopes_HLS = _weights(scores_HLS, bias_HS, x.by_distance, hidden_LS, x.score)
-        if slopes_HLS is not None:
-            ds_HLS = slopes_HLS * dp_HLS
-        else:
-            ds_HLS = torch.ops.aten._softmax_backward_data(dp_HLS, p_HLS, 2, p_HLS.dtype)
-        if grad_lse is not None:
-            ds_HLS += p_HLS * grad_lse[queries].T.unsqueeze(2)
-        grad_q[queries] = (ds_HLS @ k_HSD).transpose(0, 1)
-        kept_HLS = _dropped(p_HLS, x, queries, keys)
-        grad_k_SKD, grad_v_SKD = (
-            (a_HLS.mT @ b_HLD).unflatten(0, (x.k.shape[1], -1)).sum(1).transpose(0, 1)
-            for a_HLS, b_HLD in ((ds_HLS, q_HLD), (kept_HLS, grad_out_HLD))
-        )
-        if grad_v is None:
-            grad_k_SKD += grad_v_SKD
-        else:
-            grad_v[keys] = grad_v_SKD.to(x.v.dtype)
-        if x.indices is None:
-            grad_k[keys] = grad_k_SKD.to(x.k.dtype)
-        else:
-            grad_k.index_add_(0, x.indices[keys], grad_k_SKD)
-        if grad_bias_HN is not None:
-            grad_bias_HN[:, keys] = ds_HLS.sum(1)
-        if grad_by_distance is not None:
-            distance = _distances(*ds_HLS.shape[1:]).flatten()
-            grad_by_distance[distances].index_add_(0, distance, ds_HLS.flatten(1).T.double())
-    return grad_q
-
-
-def _samples(q_offsets: Tensor, kv_offsets: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Where queries, keys and distances are of each sample that has keys.
-
-    Of distances it has as many as there are rows of the longer of both.
-    """
-    end = 0
-    for bounds in zip(
-        itertools.pairwise(q_offsets.tolist()), itertools.pairwise(kv_offsets.tolist()), strict=True
-    ):
-        begin, end = end, end + max(last - first for first, last in bounds)
-        queries, keys = itertools.starmap(slice, bounds)
-        if keys.start < keys.stop:
-            yield queries, keys, slice(begin, end)
-
-
-def _of_sample(
-    x: _Operands, queries: slice, keys: slice
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``q`` ``[H, L, D]``, ``k`` and ``v`` ``[H, S, D]`` of a sample, and ``[H, S]`` their bias."""
-    rows = keys if x.indices is None else x.indices[keys]
-    bias_HS = None if x.bias is None else x.bias[:, keys]
-    return _by_head(x.q[queries]), _by_head(x.k[rows], x.q), _by_head(x.v[rows], x.q), bias_HS
-
-
-def _by_head(x: Tensor, q: Tensor | None = None) -> Tensor:
-    """``[H, L, D]`` of ``[L, H, D]``; of keys, each head as often as heads of ``q`` read it."""
-    if q is not None:
-        x = x.to(q.dtype).repeat_interleave(q.shape[1] // x.shape[1], 1)
-    return x.transpose(0, 1)
-
-
-def _weights(
-    scores_HLS: Tensor,
-    bias_HS: Tensor | None,
-    by_distance: Tensor | None,
-    hidden_LS: Tensor | None,
-    score: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Softmax over the keys; of other scores their weights, and derivatives. Adds biases to them.
-
-    A row that sees no score but -inf has weights of zero; one whose softmax sees NaN or +inf has
-    NaN.
-    """
-    if bias_HS is not None:
-        scores_HLS += bias_HS.unsqueeze(1)
-    if by_distance is not None:
-        scores_HLS += by_distance.T[:, _distances(*scores_HLS.shape[1:])]
-    if hidden_LS is not None:
-        scores_HLS.masked_fill_(hidden_LS, -torch.inf)
-    if not score:
-        return torch.ops.aten._safe_softmax(scores_HLS, 2), None
-    x_HLS = scores_HLS.clamp(min=LEAST)
-    of_score, of_opposite = x_HLS.sigmoid(), x_HLS.neg().sigmoid()
-    if SCORES[score] == "silu":
-        return x_HLS * of_score, of_score * (1 + x_HLS * of_opposite)
-    return of_score, of_score * of_opposite
-
-
-def _dropped(x_HLS: Tensor, x: _Operands, queries: slice, keys: slice) -> Tensor:
-    """``x_HLS``, weights or their gradients: zero of those that are dropped, the others larger."""
-    if x.dropout is None:
-        return x_HLS
-    heads, num_rows, num_keys = x_HLS.shape
-    r = queries.start * heads + torch.arange(num_rows * heads, device=x.dropout.device)
-    if x.row_numbers is None:
-        n = keys.start + torch.arange(num_keys, device=x.dropout.device)
-    else:
-        n = x.row_numbers[keys]
-    factors = weight_factors(x.dropout, r, n).view(num_rows, heads, num_keys)
-    return x_HLS * factors.to(x_HLS.dtype).transpose(0, 1)
-
-
-def _hidden(num_rows: int, num_keys: int, window: int) -> Tensor:
-    """``[L, S]``: whether a key comes after a query, where the last of both are at one place; or as
-    many rows before it as a ``window`` that is not 0, or more.
-    """
-    apart = num_keys - num_rows
-    pairs = torch.ones(num_rows, num_keys, dtype=torch.bool, device="cpu")
-    newer = pairs.triu(apart + 1)
-    return newer | pairs.tril(apart - min(window, num_rows + num_keys)) if window else newer
-
-
-def _distances(num_rows: int, num_keys: int) -> Tensor:
-    """``[L, S]``: how far a key is from a query, where the last of both are at one place."""
-    keys = torch.arange(num_keys, device="cpu")
-    rows = torch.arange(num_keys - num_rows, num_keys, device="cpu")
-    return (rows.unsqueeze(1) - keys).abs()
-
-
-def _by_distance(
+def _distance_bias(
     relative_bias: Tensor | None, q_offsets: Tensor, kv_offsets: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """``[distances, H]``: the bias at each distance that a sample can have."""
+    """Return ``[distances, H]``: the bias at each distance in the longest sample."""
     if relative_bias is None:
         return None
     lengths = torch.maximum(q_offsets.diff(), kv_offsets.diff())
@@ -340,11 +180,11 @@ def bias_of_keys(
     row_numbers: Tensor | None = None,
     row_number_ends: Tensor | None = None,
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
-    """``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of their positions and ages.
+    """Return the ``[H, N]`` sum of all biases of keys, and ``[N]`` buckets of positions and ages.
 
-    On any device, and without waiting for it.
+    Supports any device, and does not synchronize with it.
     """
-    bias, position_bias, age_bias, timestamps, request_time, row_dropout, _ = biases
+    bias, position_bias, age_bias, timestamps, request_time, _ = biases
     positions = ages = None
     terms = [] if bias is None else [bias.to(dtype)]
     if bias is not None and biases.are_prior_weights:
@@ -367,18 +207,13 @@ def bias_of_keys(
                 reference = request_time.index_select(0, samples)
             ages = _age_buckets(reference, timestamps, len(age_bias))
             terms.append(age_bias.to(dtype).index_select(0, ages))
-    if row_dropout is not None:
-        dropped = dropped_rows(row_dropout, num_keys, row_numbers).unsqueeze(1)
-        zeros = torch.zeros(1, num_heads, dtype=dtype, device=dropped.device)
-        terms.append(zeros.masked_fill(dropped, -torch.inf))
     total = sum(terms[1:], terms[0]).T.contiguous() if terms else None
     return total, (positions, ages)
 
 
 def _age_buckets(reference: Tensor, times: Tensor, num_buckets: int) -> Tensor:
-    """Buckets of the ages ``reference - times``, zero where that is negative.
-
-    The last bucket is that of ages that no int64 holds.
+    """Return buckets of the ages ``reference - times``: the first for negative ages, the last for
+    ages that overflow int64.
     """
     if times.is_floating_point():
         return _recency_buckets((reference - times).clamp(min=0), num_buckets)
@@ -390,7 +225,7 @@ def _age_buckets(reference: Tensor, times: Tensor, num_buckets: int) -> Tensor:
 def _bias_gradient(
     grad_NH: Tensor | None, bucket: Tensor | None, x: Tensor | None
 ) -> Tensor | None:
-    """Gradient of the bias ``x``: of the rows, or of a table that has a row for each bucket."""
+    """Return the gradient of the bias ``x`` of rows or, with ``bucket``, of a table of buckets."""
     if grad_NH is None or x is None:
         return None
     if x.dim() == 1:  # prior weights
@@ -403,20 +238,20 @@ def _bias_gradient(
 
 
 def _without_rows_behind(grad: Tensor, num_rows: int) -> Tensor:
-    """The first ``num_rows`` rows of ``grad``, of which the others are set to zero."""
+    """Set all rows of ``grad`` behind the first ``num_rows`` to zero, and return the first."""
     grad[num_rows:].zero_()
     return grad[:num_rows]
 
 
 def _with_rows_behind(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """Gradient of all rows of ``x``: zeros behind those of ``grad``."""
+    """Pad ``grad`` with zeros to the number of rows of ``x``."""
     if grad is None or x is None or len(grad) == len(x):
         return grad
     return F.pad(grad, (0, 0, 0, len(x) - len(grad)))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of products and sums of ``x``."""
+    """Return the dtype of products and sums of ``x``."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -424,10 +259,10 @@ def _recency_buckets(distance: Tensor, num_buckets: int) -> Tensor:
     """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, of ``1 + distance`` rounded to
     fp32, at most the last bucket: four buckets per octave below 2^32, and one per octave above.
 
-    Read from the bits of the number, so that it is the same on every device. NaN and infinity fall
-    into the last bucket.
+    Read from the bits of the rounded number, so that all devices agree. NaN and infinity fall into
+    the last bucket.
     """
-    # Without the sign, which a NaN may have, and 2^63 has in int64.
+    # Remove the sign, which NaN may have, and which 2^63 has in int64.
     bits = (distance + 1).float().view(torch.int32) & 0x7FFFFFFF
     fraction = bits & 0x7FFFFF
     quarters = sum((fraction >= start).int() for start in QUARTER_OCTAVES)

@@ -1,4 +1,4 @@
-"""Attention on a CPU in C++, where that can be built."""
+"""The C++ library of attention on a CPU."""
 
 from pathlib import Path
 
@@ -7,6 +7,6 @@ from torchrec_jagged_attn.runtime.extension import Extension
 _attention = Extension(
     Path(__file__).with_name("attention.cpp"),
     flags=["-O3", "-fopenmp"],  # not for the linker: PyTorch brings its OpenMP
-    without="attention on a CPU runs in Python, one sample after the other",
+    used_by="attention on a CPU",
 )
 build, is_built, library = _attention.build, _attention.is_built, _attention.library

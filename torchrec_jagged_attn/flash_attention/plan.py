@@ -42,7 +42,6 @@ class Call(NamedTuple):
     value_width: int  # of values
     has_bias: bool  # whether there is a ``bias``, which may be prior weights
     has_prior_weights: bool  # whether the bias is prior weights
-    has_row_dropout: bool  # whether there is dropout of rows of keys
     has_dropout: bool  # whether there is dropout of weights
     position_buckets: int  # rows of ``position_bias``, 0 without it
     age_buckets: int  # rows of ``age_bias``, 0 without it
@@ -69,11 +68,8 @@ class Call(NamedTuple):
 
     @property
     def biased_by_keys(self) -> bool:
-        """Whether scores have a bias by the key's row, position or age, or dropout of rows, a bias
-        of ``-inf``.
-        """
-        by_bucket = self.position_buckets > 0 or self.age_buckets > 0
-        return self.has_bias or self.has_row_dropout or by_bucket
+        """Whether scores have a bias by the key's row, position or age."""
+        return self.has_bias or self.position_buckets > 0 or self.age_buckets > 0
 
     @property
     def biased(self) -> bool:

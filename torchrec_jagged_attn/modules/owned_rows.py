@@ -307,15 +307,8 @@ def _attend(
 
     Each rank draws its own seeds: no other has its rows.
     """
-    offsets, positions = _offsets(owned.lengths), owned.positions
-    zeros = ends = torch.zeros_like(owned.lengths)
-    if options.row_drops:
-        # Rows are dropped by their numbers, which must differ between samples: sample s has those
-        # below (s + 1) << 32. Weights are dropped by their queries, too.
-        rows = torch.arange(positions.shape[0], device=positions.device)
-        samples = torch.arange(1, offsets.shape[0], device=positions.device)
-        positions = positions + (torch.bucketize(rows, offsets, right=True) << 32)
-        ends = samples << 32
+    offsets = _offsets(owned.lengths)
+    zeros = torch.zeros_like(owned.lengths)
     args = TargetArguments(
         query=u.unsqueeze(1) if counts is None else u,
         history=owned.rows,
@@ -328,11 +321,10 @@ def _attend(
             biases.age_bias,
             timestamps=None if owned.ages is None else -owned.ages,
             request_time=None if owned.ages is None else zeros,
-            row_dropout=draw_dropout(options.row_drops, u.device),
             dropout=draw_dropout(options.weight_drops, u.device),
         ),
-        row_numbers=positions,
-        row_number_ends=ends,
+        row_numbers=owned.positions,
+        row_number_ends=zeros,
         scale=scale,
         score=options.score,
         num_levels=0,

@@ -49,16 +49,14 @@ class JaggedSelfAttention(nn.Module):
             needs ``causal``. ``None`` for all.
         bias: whether the projections have biases.
         recency_bias: whether to add the learned score of the distance.
-        row_dropout: while training, the probability that a row is masked as a key. See
-            :func:`jagged_flash_attention`.
         dropout: while training, the probability that a weight is set to zero, as in
             ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
         device, dtype: of the parameters.
 
     Raises:
         TypeError: ``embed_dim``, ``num_heads`` or ``window`` is not an int.
-        ValueError: ``num_heads`` does not divide ``embed_dim``, ``row_dropout`` or ``dropout`` is
-            not in [0, 1), or ``window`` is below one or given without ``causal``.
+        ValueError: ``num_heads`` does not divide ``embed_dim``, ``dropout`` is not in [0, 1), or
+            ``window`` is below one or given without ``causal``.
         NotImplementedError: the width ``E / H`` of a head is over 512.
 
     Example:
@@ -80,7 +78,6 @@ class JaggedSelfAttention(nn.Module):
         window: int | None = None,
         bias: bool = True,
         recency_bias: bool = True,
-        row_dropout: float = 0.0,
         dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -97,10 +94,8 @@ class JaggedSelfAttention(nn.Module):
         self.num_heads = num_heads
         self.causal = causal
         self.window = window
-        self.row_dropout = row_dropout
         self.dropout = dropout
-        # Integers: compilers take a float for one that varies.
-        self._drops = drops_of(row_dropout, "row_dropout")
+        # An integer: compilers take a float for one that varies.
         self._weight_drops = drops_of(dropout, "dropout")
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -155,7 +150,6 @@ class JaggedSelfAttention(nn.Module):
             self.out_proj.bias,
             None if self.recency_bias is None else self.recency_bias.position_weight,
             self.num_heads,
-            self._drops if self.training else 0,
             self._weight_drops if self.training else 0,
             self.causal,
             self.window,
@@ -164,7 +158,7 @@ class JaggedSelfAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, causal={self.causal}, "
-            f"window={self.window}, row_dropout={self.row_dropout}, dropout={self.dropout}"
+            f"window={self.window}, dropout={self.dropout}"
         )
 
 
@@ -178,7 +172,6 @@ def _attend(
     out_bias: Tensor | None,
     relative_bias: Tensor | None,
     num_heads: int,
-    drops: int,
     weight_drops: int,
     causal: bool,
     window: int | None,
@@ -188,11 +181,7 @@ def _attend(
     width = in_weight.shape[1] // num_heads
     qkv = F.linear(rows, in_weight, in_bias).view(-1, 3, num_heads, width)
     q, k, v = qkv.unbind(1)
-    biases = Biases(
-        prior_weights,
-        row_dropout=draw_dropout(drops, q.device),
-        dropout=draw_dropout(weight_drops, q.device),
-    )
+    biases = Biases(prior_weights, dropout=draw_dropout(weight_drops, q.device))
     inputs = (
         q, k, v, offsets, offsets, *biases, relative_bias, causal, 0 if window is None else window,
         1 / math.sqrt(width), False,
@@ -245,7 +234,7 @@ class HistoryEncoderLayer(nn.Module):
         dropout: dropout probability, while training, of the attention's output and of inputs and
             outputs of ``W_2``. Unlike in ``torch.nn.TransformerEncoderLayer``, attention weights
             have an argument of their own, ``attention_dropout``.
-        causal, window, recency_bias, row_dropout: see :class:`JaggedSelfAttention`.
+        causal, window, recency_bias: see :class:`JaggedSelfAttention`.
         attention_dropout: ``dropout`` of :class:`JaggedSelfAttention`.
         device, dtype: of the parameters.
 
@@ -269,7 +258,6 @@ class HistoryEncoderLayer(nn.Module):
         causal: bool = False,
         window: int | None = None,
         recency_bias: bool = True,
-        row_dropout: float = 0.0,
         attention_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -288,7 +276,6 @@ class HistoryEncoderLayer(nn.Module):
             causal=causal,
             window=window,
             recency_bias=recency_bias,
-            row_dropout=row_dropout,
             dropout=attention_dropout,
             device=device,
             dtype=dtype,

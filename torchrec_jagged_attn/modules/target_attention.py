@@ -99,8 +99,6 @@ class JaggedTargetAttention(nn.Module):
             ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``,
             ``in_proj_bias`` ``[E]`` of queries. ``None``, the default, projects if ``D`` is not
             ``E``, if ``init="mha"``, or if ``history_codes`` are given.
-        row_dropout: probability, while training, that a history row is masked, for all targets and
-            heads of its sample, see :func:`jagged_target_attention`.
         dropout: probability, while training, that a weight of a target, head and row is set to
             zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
             The bias of values is still added once.
@@ -143,7 +141,6 @@ class JaggedTargetAttention(nn.Module):
         init: Literal["recency", "mha"] = "recency",
         score: Literal["softmax", "silu", "sigmoid"] = "softmax",
         value_projection: bool | None = None,
-        row_dropout: float = 0.0,
         dropout: float = 0.0,
         history_codes: DiscretePCA | PackedCodes | None = None,
         device: torch.device | str | None = None,
@@ -191,10 +188,8 @@ class JaggedTargetAttention(nn.Module):
         self._keys_and_values = "auto"  # tests and benchmarks choose
         self.score = score
         self.value_projection = value_projection
-        self.row_dropout = row_dropout
         self.dropout = dropout
-        # Integers: compilers take a float for one that varies, and compile it twice.
-        self._drops = drops_of(row_dropout, "row_dropout")
+        # An integer: compilers take a float for one that varies, and compile it twice.
         self._weight_drops = drops_of(dropout, "dropout")
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -348,7 +343,6 @@ class JaggedTargetAttention(nn.Module):
             num_heads=self.num_heads,
             keys_and_values=self._keys_and_values,
             score=self.score,
-            row_drops=self._drops if self.training else 0,
             weight_drops=self._weight_drops if self.training else 0,
         )
 
@@ -441,7 +435,7 @@ class JaggedTargetAttention(nn.Module):
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
             f"history_dim={self.history_dim}, target_dim={self.target_dim}, init={self.init!r}, "
             f"score={self.score!r}, value_projection={self.value_projection}, "
-            f"row_dropout={self.row_dropout}, dropout={self.dropout}"
+            f"dropout={self.dropout}"
             + (
                 f", num_codes={self._num_codes}, num_levels={self._num_levels}, "
                 f"basis={self.history_basis is not None}"
@@ -502,11 +496,7 @@ def _attend(
         k_weight = _over_codes(k_weight, basis, mean, options.score != "softmax")
         v_weight = _over_codes(v_weight, basis, mean, True)
         weights = ProjectionWeights(q_weight, k_weight, v_weight, in_bias, out_weight, out_bias)
-    biases = Biases(
-        *biases[:5],
-        draw_dropout(options.row_drops, rows.device),
-        draw_dropout(options.weight_drops, rows.device),
-    )
+    biases = Biases(*biases[:5], draw_dropout(options.weight_drops, rows.device))
     args = query, query_offsets, rows, offsets, indices, weights, biases, options, dtype
     if not is_scripting():
         with autocast_off(rows):
@@ -553,8 +543,8 @@ def _attend_to_rows(
             by_sample = absorbed.view(shape[0], num_targets, absorbed.shape[1], absorbed.shape[2])
         pooled = _target_attention(
             by_sample, rows, offsets, target_offsets, indices, biases.bias, biases.position_bias,
-            biases.age_bias, biases.timestamps, biases.request_time, biases.row_dropout,
-            biases.dropout, None, None, (q.shape[1] // options.num_heads) ** -0.5, options.score,
+            biases.age_bias, biases.timestamps, biases.request_time, biases.dropout, None, None,
+            (q.shape[1] // options.num_heads) ** -0.5, options.score,
             options.num_levels, torch.is_grad_enabled(),
         )[0]  # fmt: skip
         values = project_values(pooled.view(absorbed.shape).to(dtype), projections.value)
@@ -590,7 +580,7 @@ def _attend_to_keys(
         q.to(rows.dtype).view(-1, num_heads, head_dim), k.view(-1, num_heads, head_dim),
         v.reshape(-1, num_heads, head_dim), target_offsets, offsets, biases.bias,
         biases.position_bias, biases.age_bias, biases.timestamps, biases.request_time,
-        biases.row_dropout, biases.dropout, None, False, 0, head_dim**-0.5, False,
+        biases.dropout, None, False, 0, head_dim**-0.5, False,
     )[0].flatten(1)  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from torchrec_jagged_attn.layout import check_offsets_values, check_order
 
 
 class Options(NamedTuple):
-    """Options of a module, and its current drop probabilities, in units of 2^-32."""
+    """Options of a module, and its current drop probability, in units of 2^-32."""
 
     target_dim: int
     history_dim: int
@@ -38,7 +38,6 @@ class Options(NamedTuple):
     num_heads: int
     keys_and_values: str
     score: str
-    row_drops: int
     weight_drops: int
 
 

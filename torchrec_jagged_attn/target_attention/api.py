@@ -58,7 +58,6 @@ def jagged_target_attention(
     timestamps: Tensor | None = None,
     request_time: Tensor | None = None,
     prior_weights: Tensor | None = None,
-    row_dropout: float = 0.0,
     dropout: float = 0.0,
     scale: float | None = None,
     score: Literal["softmax", "silu", "sigmoid"] = "softmax",
@@ -112,11 +111,9 @@ def jagged_target_attention(
         prior_weights: ``[N]``, any dtype that ``query`` may have: factors of the weights of rows
             before normalization, for all heads. A negative one counts as zero and has a gradient of
             zero: compute learned weights with ``exp`` or ``softplus`` to keep them positive.
-        row_dropout: the probability that a row is masked, for all queries and heads, as if its
-            prior weight were zero. Drawn in each call, with PyTorch's generator of the device.
         dropout: the probability that a weight :math:`p_n` of a query row and head is set to zero,
             as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``. The
-            softmax is over all of them. Drawn as ``row_dropout`` is.
+            softmax is over all of them. Drawn in each call, with PyTorch's generator of the device.
         scale: factor of the dot products; ``1/√D`` by default.
         score: how weights :math:`p_n` are computed from scores :math:`s_n`: by ``"softmax"``; or
             elementwise by ``"silu"``, :math:`s_n \sigma(s_n)`, or ``"sigmoid"``,
@@ -132,9 +129,9 @@ def jagged_target_attention(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: shapes or devices do not match, ``row_dropout`` or ``dropout`` is not in [0, 1),
-            or (on a CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets,
-            indices, bytes or prior weights are invalid.
+        ValueError: shapes or devices do not match, ``dropout`` is not in [0, 1), or (on a CPU, or
+            under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets, indices, bytes or
+            prior weights are invalid.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
@@ -201,13 +198,12 @@ def jagged_target_attention(
     check_score(score, prior_weights)
     if per_sample:
         query = query.unsqueeze(1)
-    dropped_rows = draw_dropout(drops_of(row_dropout, "row_dropout"), query.device)
     dropped_weights = draw_dropout(drops_of(dropout, "dropout"), query.device)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
     out = call_target_attention(
         query, history, offsets, query_offsets, indices,
         bias_or_prior_weights(bias, prior_weights, offsets), position_bias, age_bias, timestamps,
-        request_time, dropped_rows, dropped_weights, None, None, scale, score, num_levels or 0,
+        request_time, dropped_weights, None, None, scale, score, num_levels or 0,
         torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
@@ -349,8 +345,7 @@ _REGISTERED: dict[str, Any] = {
     "arguments": TargetArguments,
     "flops": flops_of,
     "non_differentiable": (
-        "indices", "timestamps", "request_time", "row_dropout", "dropout", "row_numbers",
-        "row_number_ends",
+        "indices", "timestamps", "request_time", "dropout", "row_numbers", "row_number_ends",
     ),
 }  # fmt: skip
 target_attention, call_target_attention = register_op(

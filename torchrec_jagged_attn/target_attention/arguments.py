@@ -23,8 +23,8 @@ class TargetArguments(NamedTuple):
     indices: Tensor | None  # [N], of the rows of ``history``
     biases: Biases  # of history rows
     # [N] int32 or int64, where the rows are some of a larger batch: the number that each has there,
-    # by which it draws and its position is counted. ``None`` of a batch that is whole. Ages are
-    # then counted from ``request_time``.
+    # by which dropout of its weights draws and its position is counted. ``None`` of a batch that is
+    # whole. Ages are then counted from ``request_time``.
     row_numbers: Tensor | None
     # [B], in the same dtype, with ``row_numbers`` alone: the number after the last row that each
     # sample has there

@@ -24,7 +24,7 @@ def forward(args: TargetArguments) -> TargetOutputs:
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
     rows = _rows_of(args)
-    out, stats = attention.attend(_over_rows(args, query, rows), _additions(args))
+    out, stats = attention.attend(_over_rows(args, query, rows), _options(args))
     out = out.view(query.shape)
     is_rounded = args.for_backward and out.element_size() == 2
     residual = out.new_zeros(out.shape if is_rounded else [0])
@@ -56,7 +56,7 @@ def backward(
         grad_rows = rows.new_zeros(rows.shape, dtype=attention.compute_dtype(rows))
     grads = attention.backward(
         grad_out.flatten(0, -3), _over_rows(args, query, rows), None, grad_rows.unsqueeze(1), None,
-        more=_additions(args)._replace(grad_lse=grad_lse),
+        options=_options(args)._replace(grad_lse=grad_lse),
     )  # fmt: skip
     grad_query = grads.q.view(query.shape)
     if query.shape != args.query.shape:  # one that all samples share
@@ -70,8 +70,8 @@ def backward(
     )
 
 
-def _additions(args: TargetArguments) -> attention.Additions:
-    return attention.Additions(args.score, args.indices, args.row_numbers, args.row_number_ends)
+def _options(args: TargetArguments) -> attention.TargetOptions:
+    return attention.TargetOptions(args.score, args.indices, args.row_numbers, args.row_number_ends)
 
 
 def _rows_of(args: TargetArguments) -> Tensor:

@@ -57,7 +57,6 @@ class Call(NamedTuple):
     num_ages: int  # buckets of the table of ages; 0 without one
     bias: bool  # whether history rows have biases or prior weights
     prior: bool  # whether these are prior weights
-    row_dropout: bool  # whether there is dropout of history rows
     dropout: bool  # whether there is dropout of weights
     element_size: int  # bytes of an element of queries
     history_stride: int  # elements from one history row to the next
@@ -342,7 +341,7 @@ def tiles_of(variant: str, x: Call) -> dict[str, int]:
     if variant == "warpgroup":
         # As many programs on a multiprocessor as its shared memory holds, if registers do not spill
         # in the main loop.
-        more = x.backward or x.bias or x.buckets or x.row_dropout or x.dropout
+        more = x.backward or x.bias or x.buckets or x.dropout
         registers = 168 if more else 128
         if x.query_rows > 32 or (x.backward and x.buckets):
             registers = 255

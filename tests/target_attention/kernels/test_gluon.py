@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.attention.test_dropout import assert_weights_are_dropped
-from tests.attention.test_row_dropout import assert_rows_are_dropped
 from tests.combinations import each_pair
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.oracles import target_attention_oracle
@@ -268,23 +267,6 @@ def test_prior_weights(num_targets, num_heads, width, dtype, path, tables):
 
 
 @pytest.mark.parametrize(
-    ("num_targets", "dtype", "path"),
-    [
-        (1, torch.float16, "one_warp"),
-        (9, torch.float32, "few_warps"),
-        (9, torch.float16, "warpgroup"),
-    ],
-)
-def test_row_dropout(num_targets, dtype, path):
-    lengths = [560, 0, 3, 64, 1]
-    inputs, _ = make_inputs(lengths, dtype, 2, num_targets, 64)
-    functions = jagged_target_attention, target_attention_oracle
-    with gluon_in_numpy(path == "warpgroup") as launched:
-        assert_rows_are_dropped(functions, inputs, sum(lengths))
-    assert set(launched) == {f"{path}_forward", f"{path}_backward"}
-
-
-@pytest.mark.parametrize(
     ("num_targets", "dtype", "path", "score"),
     [
         (1, torch.float16, "one_warp", "softmax"),
@@ -415,7 +397,6 @@ def test_rows_by_index(shape, num_rows, dtype, launched):
 def test_dropout_of_rows_by_index(num_targets, launched):
     inputs = by_index(LENGTHS, dtype=torch.float32, num_rows=300, num_targets=num_targets)
     num_indices = sum(LENGTHS)
-    assert_rows_are_dropped(OVER_ROWS, inputs, num_indices)
     num_query_rows = len(LENGTHS) * num_targets
     assert_weights_are_dropped(OVER_ROWS, inputs, num_query_rows, 2, num_indices)
     assert launched

@@ -20,7 +20,6 @@ PLAIN = Call(
     num_ages=0,
     bias=False,
     prior=False,
-    row_dropout=False,
     dropout=False,
     element_size=2,
     history_stride=64,

@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.attention.kernels.dropout import is_dropped
-
 
 @triton.jit
 def recency_bucket(distance, num_buckets):
@@ -62,16 +60,16 @@ def row_buckets(n, visible, offsets_ptr, biases, sample, C: tl.constexpr):
     if biases.row_numbers is not None:
         end = tl.load(biases.row_number_ends + sample).to(tl.int64)
         distance = end - 1 - load_row_numbers(biases, n, visible)
-    of_position = recency_bucket(distance.to(tl.int32), C.P)
-    of_age = of_position
+    position_index = recency_bucket(distance.to(tl.int32), C.P)
+    age_index = position_index
     if C.A > 0:
         time = tl.load(biases.timestamps + n, mask=visible, other=0)
         if biases.request_time is not None:
             reference = tl.load(biases.request_time + sample)
         else:
             reference = tl.load(biases.timestamps + last)
-        of_age = age_bucket(time, reference, C.A)
-    return of_position, of_age
+        age_index = age_bucket(time, reference, C.A)
+    return position_index, age_index
 
 
 @triton.jit
@@ -80,9 +78,8 @@ def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr
 
     ``biases`` are ``records.Biases``; C are Constants of either attention.
 
-    PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative; dropped
-    rows have ``-inf``. Query rows from ``count`` on have a bias of zero, since they have no maximum
-    to subtract.
+    PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative. Query
+    rows from ``count`` on have a bias of zero, since they have no maximum to subtract.
     """
     mask = visible & (r < count)
     head = (r % C.H).to(tl.int32)
@@ -94,17 +91,13 @@ def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr
     elif biases.bias is not None:
         bias += tl.load(biases.bias + n * C.H + head, mask=mask, other=0.0).to(tl.float32)
     if C.P > 0 or C.A > 0:
-        of_position, of_age = row_buckets(n, visible, offsets_ptr, biases, sample, C)
+        position_index, age_index = row_buckets(n, visible, offsets_ptr, biases, sample, C)
         if C.P > 0:
-            ptrs = biases.position_bias + of_position * C.H + head
+            ptrs = biases.position_bias + position_index * C.H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
         if C.A > 0:
-            ptrs = biases.age_bias + of_age * C.H + head
+            ptrs = biases.age_bias + age_index * C.H + head
             bias += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    if biases.row_dropout is not None:
-        numbers = load_row_numbers(biases, n, visible).to(tl.int64)
-        dropped = is_dropped(biases.row_dropout, numbers) & mask
-        bias = tl.where(dropped, -float("inf"), bias)
     return bias
 
 
@@ -146,8 +139,8 @@ def add_heads(acc, ds, r, h, dtype, H: tl.constexpr, ONE_TARGET: tl.constexpr):
     """
     if ONE_TARGET:
         return acc + ds
-    of_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)
-    return _dot_one_hot(of_head, ds, acc, dtype, ONE_HOT_FIRST=False)
+    is_head = ((r % H)[:, None] == h[None, :]).to(tl.float32)
+    return _dot_one_hot(is_head, ds, acc, dtype, ONE_HOT_FIRST=False)
 
 
 @triton.jit
@@ -156,5 +149,5 @@ def add_to_table(table, buckets, heads, dtype, BLOCK_B: tl.constexpr):
 
     ``dtype`` is the history's.
     """
-    of_bucket = (tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]).to(tl.float32)
-    return _dot_one_hot(of_bucket, heads, table, dtype, ONE_HOT_FIRST=True)
+    is_bucket = (tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]).to(tl.float32)
+    return _dot_one_hot(is_bucket, heads, table, dtype, ONE_HOT_FIRST=True)

@@ -1,9 +1,9 @@
 """Dropout masks by counter-based random numbers, so that none is stored.
 
-Rows: the counter of SplitMix64 (Steele, Lea and Flood, OOPSLA '14) is the number of the row, so
-that forward, backward and all devices agree. Weights: SplitMix64 of the query row (over all samples
-and heads) is mixed with the number of the history row by the finalizer of MurmurHash3 (Appleby).
-``attention/cpu_dropout.py`` is the same in PyTorch.
+SplitMix64 (Steele, Lea and Flood, OOPSLA '14) of the query row (over all samples and heads) is
+mixed with the number of the history row by the finalizer of MurmurHash3 (Appleby), so that forward,
+backward and all devices agree. ``dropout`` is ``[2]`` int64: a seed, and 2^32 times the
+probability. ``flash_attention/attention.cpp`` draws the same on a CPU.
 """
 
 from __future__ import annotations
@@ -21,14 +21,6 @@ def _draws(seed, n):
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
     return (x >> 32) & 0xFFFFFFFF
-
-
-@triton.jit
-def is_dropped(row_dropout_ptr, n):
-    """Whether the rows ``n`` (int64) are dropped; ``row_dropout`` is ``[2]`` int64: a seed, and
-    2^32 times the probability.
-    """
-    return _draws(tl.load(row_dropout_ptr), n) < tl.load(row_dropout_ptr + 1)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Records that the kernels of both kinds of attention take."""
+"""Arguments of the kernels of target and flash attention."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from typing import Any, NamedTuple
 
 
 class Biases(NamedTuple):
-    """Biases of scores, and dropout; the first seven fields are those of ``arguments.Biases``."""
+    """Biases of scores, and dropout. The first six fields are as in ``arguments.Biases``."""
 
     bias: Any
     position_bias: Any
     age_bias: Any
     timestamps: Any
     request_time: Any
-    row_dropout: Any
     dropout: Any
-    # [N], see ``TargetArguments``; of target attention alone, like the next
+    # [N] and [B], see ``TargetArguments``; only in target attention
     row_numbers: Any = None
-    row_number_ends: Any = None  # [B], see there
-    # [H, 2 · reach] fp32, see ``distance_bias.py``; of flash attention alone
+    row_number_ends: Any = None
+    # [H, 2 · reach] fp32, see ``distance_bias.py``; only in flash attention
     by_distance: Any = None

@@ -29,8 +29,8 @@ def weights_and_slopes(scores, SCORE: tl.constexpr, EXACT: tl.constexpr):
     else:
         larger = 1.0 / (1.0 + power)
     smaller = power * larger
-    of_score = tl.where(scores < 0, smaller, larger)
-    of_opposite = tl.where(scores < 0, larger, smaller)
+    sigma = tl.where(scores < 0, smaller, larger)
+    opposite = tl.where(scores < 0, larger, smaller)  # σ(-s)
     if SCORE == "silu":
-        return scores * of_score, of_score * (1.0 + scores * of_opposite)
-    return of_score, of_score * of_opposite
+        return scores * sigma, sigma * (1.0 + scores * opposite)
+    return sigma, sigma * opposite

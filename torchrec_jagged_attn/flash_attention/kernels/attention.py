@@ -243,7 +243,7 @@ class _Call:
     def __init__(self, args: FlashArguments, grads: tuple[Tensor, ...] = ()) -> None:
         q, k, v, q_offsets, kv_offsets = args[:5]
         biases, relative_bias = args.biases, args.relative_bias
-        bias, position_bias, age_bias, _, _, row_dropout, dropout = biases
+        bias, position_bias, age_bias, _, _, dropout = biases
         self.args = args
         self.num_samples = q_offsets.numel() - 1
         self.inputs = Inputs(_rows(q), _rows(k), _rows(v))
@@ -276,7 +276,6 @@ class _Call:
             value_width=v.shape[2],
             has_bias=bias is not None,
             has_prior_weights=biases.are_prior_weights,
-            has_row_dropout=row_dropout is not None,
             has_dropout=dropout is not None,
             position_buckets=0 if position_bias is None else position_bias.shape[0],
             age_buckets=0 if age_bias is None else age_bias.shape[0],

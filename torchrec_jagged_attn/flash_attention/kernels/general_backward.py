@@ -359,9 +359,7 @@ def grad_relative_kernel(
     The diagonals of a program are as far apart as the sample has tiles of queries, so that all
     programs of a sample have about as many tiles.
     """
-    BY_KEYS: tl.constexpr = (
-        (biases.bias is not None) or (biases.row_dropout is not None) or C.P > 0 or C.A > 0
-    )
+    BY_KEYS: tl.constexpr = (biases.bias is not None) or C.P > 0 or C.A > 0
     BLOCK: tl.constexpr = C.BLOCK_M
     args = Arguments(
         inputs, biases, outputs, grads, samples, num_stats, reach, window, factor, scale

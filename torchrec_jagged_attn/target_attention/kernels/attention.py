@@ -353,7 +353,7 @@ class _Launch:
 
 def _call_of(args: TargetArguments, history: Tensor, backward: bool) -> Call:
     """The :class:`Call` of ``args``, with ``history`` as kernels read it."""
-    bias, position_bias, age_bias, _, _, row_dropout, dropout = args.biases
+    bias, position_bias, age_bias, _, _, dropout = args.biases
     if args.query_offsets is not None:
         layout, num_targets = JAGGED, 0  # differs by sample
     else:
@@ -370,7 +370,6 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool) -> Call:
         num_ages=0 if age_bias is None else age_bias.shape[0],
         bias=bias is not None,
         prior=args.biases.are_prior_weights,
-        row_dropout=row_dropout is not None,
         dropout=dropout is not None,
         element_size=args.query.element_size(),
         history_stride=history.stride(0),

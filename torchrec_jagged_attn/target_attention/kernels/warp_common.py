@@ -40,7 +40,6 @@ PROGRAMS = gl.constexpr(1024)  # of one warp that a GPU runs at a time, about
 age_bucket = gluon.jit(in_triton.age_bucket.fn)
 recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
 load_row_numbers = gluon.jit(in_triton.load_row_numbers.fn)
-is_dropped = gluon.jit(dropout_in_triton.is_dropped.fn)
 query_draws = gluon.jit(dropout_in_triton.query_draws.fn)
 drop_weights = gluon.jit(dropout_in_triton.drop_weights.fn)
 score_gradients = gluon.jit(softmax_in_triton.score_gradients.fn)
@@ -430,8 +429,8 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.con
     :func:`row_buckets`, for the query rows ``r``.
 
     Rows are along the axis ROWS, query rows along the other. PRIOR weights add their logarithm for
-    all heads, ``-inf`` if they are zero or negative; dropped rows have ``-inf``. Query rows from
-    ``count`` on have a bias of zero.
+    all heads, ``-inf`` if they are zero or negative. Query rows from ``count`` on have a bias of
+    zero.
     """
     first = chunk.first
     visible = gl.expand_dims(n < chunk.end, 1 - ROWS)
@@ -455,9 +454,6 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.con
     if C.A > 0:
         ptrs = biases.age_bias + (of_age * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
-    if biases.row_dropout is not None:
-        dropped = is_dropped(biases.row_dropout, load_row_numbers(biases, first + n, visible))
-        bias = gl.where(dropped & mask, -float("inf"), bias)
     return bias
 
 
