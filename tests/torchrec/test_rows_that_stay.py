@@ -48,8 +48,8 @@ from torchrec_jagged_attn import (
     JaggedTargetAttention,
 )
 from torchrec_jagged_attn.collection import pooling
-from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
-from torchrec_jagged_attn.collection.id_exchange import _Ids, _Sizes
+from torchrec_jagged_attn.collection.sharding.id_exchange import _Ids, _Sizes
+from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, _Transfer, start_exchange
 
 CPU = torch.device("cpu")

@@ -31,15 +31,12 @@ from torchrec_jagged_attn.collection.config import (
     keys_of_history,
     keys_without_tables,
 )
-from torchrec_jagged_attn.collection.history_sharding import set_fixed_rows, set_histories
 from torchrec_jagged_attn.collection.history_truncation import HistoryTruncation
-from torchrec_jagged_attn.collection.lookup_rows import take_rows
+from torchrec_jagged_attn.collection.optimizers import check_optimizers
 from torchrec_jagged_attn.collection.pooling import TargetAttentionPooling
-from torchrec_jagged_attn.collection.sharding import (
-    check_optimizers,
-    check_quantized,
-    check_sharded,
-)
+from torchrec_jagged_attn.collection.sharding.lookup_rows import take_rows
+from torchrec_jagged_attn.collection.sharding.sharder import set_fixed_rows, set_histories
+from torchrec_jagged_attn.collection.sharding.torchrec_fixes import check_quantized, prepare_lookups
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
 
 NO_BOUND = torch.iinfo(torch.int64).max
@@ -353,7 +350,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 self._others,
                 self._is_weighted,
                 self._weights_fp32,
-                check_sharded(lookups),
+                prepare_lookups(lookups),
             )
             keep_dtype = check_quantized(lookups)
         if self.history_truncation is not None:

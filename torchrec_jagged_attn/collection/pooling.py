@@ -20,9 +20,9 @@ from torchrec_jagged_attn.collection.batch_checks import (
     of_each_sample,
 )
 from torchrec_jagged_attn.collection.config import TargetAttentionConfig, find_features
-from torchrec_jagged_attn.collection.id_exchange import HistoryFeatures
-from torchrec_jagged_attn.collection.padding import PaddedJaggedTensor
 from torchrec_jagged_attn.collection.requests import repeat_per_candidate
+from torchrec_jagged_attn.collection.sharding.id_exchange import HistoryFeatures
+from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 from torchrec_jagged_attn.modules.target_attention_arguments import (

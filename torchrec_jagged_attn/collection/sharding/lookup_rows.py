@@ -3,9 +3,7 @@
 Where ids are deduplicated (``use_index_dedup``), or batch sizes vary by key, a sharded
 EmbeddingCollection exchanges each row once. Its awaitable then copies them, ``[N, D]`` by an
 ``index_select``. Attention takes gather indices, so it needs no copy: this file returns the unique
-rows and the indices by which TorchRec would copy them. TorchRec has no public API for either. Only
-this file reads private names of TorchRec; ``tests/torchrec/test_lookup_rows.py`` fails where they
-have changed.
+rows and the indices by which TorchRec would copy them.
 """
 
 from collections.abc import Collection

@@ -11,8 +11,8 @@ from torchrec.distributed.planner.types import ShardEstimator, ShardingOption
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from torchrec_jagged_attn.collection.history_sharding import histories_of
-from torchrec_jagged_attn.collection.id_exchange import HistoryFeatures
+from torchrec_jagged_attn.collection.sharding.id_exchange import HistoryFeatures
+from torchrec_jagged_attn.collection.sharding.sharder import histories_of
 
 
 class HistoryEmbeddingShardingPlanner(EmbeddingShardingPlanner):

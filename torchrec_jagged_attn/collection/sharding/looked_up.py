@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_jagged_attn.collection.id_exchange import Feature, OwnedIds
-from torchrec_jagged_attn.collection.padding import Segments
+from torchrec_jagged_attn.collection.sharding.id_exchange import Feature, OwnedIds
+from torchrec_jagged_attn.collection.sharding.padding import Segments
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows
 
 SPARE = 1

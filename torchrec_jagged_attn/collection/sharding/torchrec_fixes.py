@@ -1,13 +1,7 @@
-"""Checks of sharded models: their sharders, and the optimizers of their tables.
-
-TorchRec's planner, sharders and pipelines support EmbeddingCollection and EmbeddingBagCollection.
-All else is replicated, also tables without a sharder, and the weights of attentions, whose
-gradients are averaged over ranks before a step.
-"""
+"""Changes to sharded lookups that TorchRec does not provide, and checks of their sharders."""
 
 import functools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,14 +12,12 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.quant import embedding_modules as quantized
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.checks import check_module
 from torchrec_jagged_attn.collection.batch_checks import has_no_sample, one_sample_without_ids
-from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
-from torchrec_jagged_attn.collection.lookup_bags import shorten_bags
+from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 
 QUANTIZED = (
     quantized.EmbeddingBagCollection,
@@ -34,52 +26,11 @@ QUANTIZED = (
     ShardedQuantEmbeddingCollection,
 )
 
-# Sharded lookups that ``check_sharded`` has prepared.
+# Sharded lookups that ``prepare_lookups`` has prepared.
 _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-# Modules that ``check_optimizers`` has checked.
-_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-
-def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Return the weights of all embedding tables in ``module``, and no other parameters.
-
-    For ``apply_optimizer_in_backward``. Call it before sharding.
-
-    Args:
-        module: holds any number of EmbeddingCollections and EmbeddingBagCollections.
-
-    Returns:
-        An iterator over parameters of shape ``[num_embeddings, embedding_dim]``.
-
-    Raises:
-        TypeError: ``module`` is not a Module.
-        ValueError: ``module`` is sharded.
-
-    Example:
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec_jagged_attn import TargetAttentionConfig
-        >>> from torchrec_jagged_attn import TargetAttentionEmbeddingBagCollection
-        >>> table = EmbeddingBagConfig(
-        ...     name="t", embedding_dim=8, num_embeddings=9, feature_names=["item", "hist"]
-        ... )
-        >>> collection = TargetAttentionEmbeddingBagCollection(
-        ...     [table], TargetAttentionConfig(target="item", history="hist")
-        ... )
-        >>> [weight.shape for weight in embedding_parameters(collection)]
-        [torch.Size([9, 8])]
-    """
-    check_module(module, "module")
-    weights: list[nn.Parameter] = []
-    for child in module.modules():
-        if isinstance(child, ShardedModule):
-            raise ValueError(f"module must not be sharded yet, got a {type(child).__name__} in it")
-        if isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)):
-            weights += child.parameters()
-    return iter(weights)
-
-
-def check_sharded(lookups: list[nn.Module]) -> bool:
+def prepare_lookups(lookups: list[nn.Module]) -> bool:
     """Whether ``lookups`` are sharded, as all or none of them must be.
 
     The first time, sharded ones are prepared for what TorchRec's do not serve: ranks without a
@@ -155,22 +106,6 @@ def _input_dist(lookup: ShardedEmbeddingCollection, ctx: Any, features: Any) -> 
     return ShardedEmbeddingCollection.input_dist(lookup, ctx, features)
 
 
-def check_optimizers(pooling: nn.Module) -> None:
-    """Check once that no weight of ``pooling`` has an optimizer in backward, as tables have."""
-    is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and pooling in _checked:
-        return
-    for name, parameter in pooling.named_parameters():
-        if hasattr(parameter, "_in_backward_optimizers"):
-            raise ValueError(
-                "apply_optimizer_in_backward must get embedding_parameters(model), the weights of "
-                f"tables alone, got pooling.{name}, which belongs to the optimizer of the dense "
-                "layers"
-            )
-    if not is_compiling:
-        _checked.add(pooling)
-
-
 def check_quantized(lookups: list[nn.Module]) -> bool:
     """Whether ``lookups`` are quantized, as all or none of them must be."""
     are_quantized = [isinstance(lookup, QUANTIZED) for lookup in lookups]
@@ -182,3 +117,46 @@ def check_quantized(lookups: list[nn.Module]) -> bool:
             "torchrec.quant.EmbeddingCollection}, as quantize_inference_model does"
         )
     return all(are_quantized)
+
+
+def shorten_bags(collection: nn.Module) -> None:
+    """Have the lookups of a sharded EmbeddingCollection take ids in bags of :func:`split_bags`.
+
+    FBGEMM's kernels are serial along a bag, and TorchRec hands them each history as one. This reads
+    a private name of TorchRec's; ``tests/torchrec/test_lookup_bags.py`` fails where it has changed.
+    """
+    if isinstance(collection, ShardedEmbeddingCollection):
+        for lookup in collection._lookups:
+            lookup.register_forward_pre_hook(lambda _, inputs: (split_bags(*inputs),))
+
+
+def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same ids of each key, in the same order, in bags of about as many ids as there are keys.
+
+    A sequence embedding puts out a row for each id, whatever the bags. All keys must have as many
+    bags, so each key's ids are spread evenly over them::
+
+        item    [7] [8] [9]                [7] [8] [ ] [9] [ ]
+        history [1 2 3 4] [ ] [5 6]   ->   [1] [2] [3] [4] [5 6]
+
+    ``N`` ids of ``K`` keys are returned in ``ceil(N / K)`` bags per key. Those of batch sizes that
+    vary by key are as they were.
+    """
+    num_keys, ids, stride = len(features.keys()), features.values(), features.stride()
+    if ids.numel() == 0 or stride == 0 or features.variable_stride_per_key():
+        return features
+    num_bags = -(-ids.numel() // num_keys)
+    bags = torch.arange(num_bags + (num_keys == 1), device=ids.device)
+    offsets = bags
+    if num_keys > 1:
+        ends = features.offsets()[::stride].long()  # [K + 1], of the keys
+        begins = ends[:-1, None] + bags * ends.diff()[:, None] // num_bags
+        offsets = torch.cat([begins.flatten(), ends[-1:]])
+    return KeyedJaggedTensor(
+        features.keys(),
+        ids,
+        features.weights_or_none(),
+        offsets=offsets,
+        stride=num_bags,
+        length_per_key=features.length_per_key_or_none(),  # else it would be read from the device
+    )

@@ -5,10 +5,6 @@ that are in a table at once, so that a row that both a target and histories have
 Rows of histories stay there for :mod:`torchrec_jagged_attn.modules.owned_rows`. All others are sent
 back to the samples, such as those of targets; and histories that an attention must have whole, in
 one copy.
-
-TorchRec has no public API for this. Only this file, ``history_planner.py``, ``lookup_rows.py`` and
-``lookup_bags.py`` read its private names; ``test_rows_that_stay.py`` and ``test_planner.py`` of
-``tests/torchrec`` fail where they change.
 """
 
 from __future__ import annotations
@@ -41,13 +37,13 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_jagged_attn.collection.batch_checks import has_no_sample, one_sample_without_ids
-from torchrec_jagged_attn.collection.id_exchange import (
+from torchrec_jagged_attn.collection.sharding.id_exchange import (
     Feature,
     HistoryFeatures,
     IdExchange,
     Received,
 )
-from torchrec_jagged_attn.collection.looked_up import (
+from torchrec_jagged_attn.collection.sharding.looked_up import (
     SPARE,
     Capacities,
     LocalHistory,
@@ -62,7 +58,7 @@ from torchrec_jagged_attn.collection.looked_up import (
     sent_capacity,
     static_local_ids,
 )
-from torchrec_jagged_attn.collection.padding import PaddedJaggedTensor, Segments
+from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor, Segments
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
 
 SHARDING_TYPES = (
