@@ -35,7 +35,7 @@ from torchrec_jagged_attn.collection.history_truncation import HistoryTruncation
 from torchrec_jagged_attn.collection.optimizers import check_optimizers
 from torchrec_jagged_attn.collection.pooling import TargetAttentionPooling
 from torchrec_jagged_attn.collection.sharding.lookup_rows import take_rows
-from torchrec_jagged_attn.collection.sharding.sharder import set_fixed_rows, set_histories
+from torchrec_jagged_attn.collection.sharding.tables import HistoryTableConfig, set_histories
 from torchrec_jagged_attn.collection.sharding.torchrec_fixes import check_quantized, prepare_lookups
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
 
@@ -216,14 +216,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             if config.max_history is not None
         ]
         self.history_truncation = HistoryTruncation(cut) if cut else None
-        self.embedding_collections = nn.ModuleDict(
-            {
-                str(width): EmbeddingCollection(
-                    [_embedding_config(table) for table in of_width], device=device
-                )
-                for width, of_width in by_width.items()
-            }
-        )
+        lookups = {
+            str(width): EmbeddingCollection([*map(_table_config, same_width)], device=device)
+            for width, same_width in by_width.items()
+        }
+        self.embedding_collections = nn.ModuleDict(lookups)
         self.embedding_bag_collection = (
             EmbeddingBagCollection(bag_tables, is_weighted, device) if bag_tables else None
         )
@@ -250,14 +247,13 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         # Keys of the output, by the names in a lookup of what may be read through gather indices.
         self._by_index: list[dict[str, str]] = []
         for lookup, histories, fixed_rows in zip(
-            self.embedding_collections.values(),
+            lookups.values(),
             self.pooling.histories(),
             self.pooling.fixed_rows(),
             strict=True,
         ):
-            set_histories(lookup, histories)
-            set_fixed_rows(lookup, fixed_rows)
-            self._by_index.append({name: of.key for name, of in histories.items() if of.stays})
+            set_histories(lookup, histories, fixed_rows)
+            self._by_index.append({name: x.key for name, x in histories.items() if x.is_local})
 
     @classmethod
     def from_embedding_bag_collection(
@@ -435,9 +431,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         return [*self.embedding_collections.values(), *([] if bags is None else [bags])]
 
 
-def _embedding_config(table: EmbeddingBagConfig) -> EmbeddingConfig:
+def _table_config(table: EmbeddingBagConfig) -> HistoryTableConfig:
     shared = [field.name for field in dataclasses.fields(EmbeddingConfig)]
-    return EmbeddingConfig(**{name: getattr(table, name) for name in shared})
+    return HistoryTableConfig(**{name: getattr(table, name) for name in shared})
 
 
 @torch.fx.wrap  # what branches on the batch is a leaf for FX; torch.jit.script takes it

@@ -21,8 +21,8 @@ from torchrec_jagged_attn.collection.batch_checks import (
 )
 from torchrec_jagged_attn.collection.config import TargetAttentionConfig, find_features
 from torchrec_jagged_attn.collection.requests import repeat_per_candidate
-from torchrec_jagged_attn.collection.sharding.id_exchange import HistoryFeatures
 from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor
+from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 from torchrec_jagged_attn.modules.target_attention_arguments import (
@@ -268,14 +268,14 @@ class TargetAttentionPooling(nn.Module):
             values = values.to(candidates.values().dtype)
         return KeyedTensor(keys=self._keys, length_per_key=self._widths, values=values)
 
-    def histories(self) -> list[dict[str, HistoryFeatures]]:
+    def histories(self) -> list[dict[str, HistoryFeature]]:
         """The histories of each lookup, by what it calls their rows."""
-        histories: list[dict[str, HistoryFeatures]] = [{} for _ in range(self._num_lookups)]
+        histories: list[dict[str, HistoryFeature]] = [{} for _ in range(self._num_lookups)]
         capacities = self.capacities()
         for attention, encoder in zip(self._attentions, self.encoders, strict=True):
             stays = not any(encoder.children()) and len(attention.histories) == 1
             for source in attention.histories:
-                histories[source.lookup][source.name] = HistoryFeatures(
+                histories[source.lookup][source.name] = HistoryFeature(
                     source.feature,
                     source.key,
                     stays,

@@ -1,17 +1,16 @@
-"""Ids of an EmbeddingCollection on their way to the ranks whose shards have their rows.
+"""``IdExchange``: sends the ids of an EmbeddingCollection to the ranks that store their rows.
 
-The *home* of a sample is the rank whose batch contains it, the *owner* of a row the rank whose
-shard contains it. A home sorts the ids of all features by owner, feature and sample, in one stable
-sort. It sends how many ids of which feature go to which owner, and a step of a training pipeline
-later the ids, with the position of each in its history and, if needed, age and prior weight. Both
-are all-to-alls of all features together, and nothing is regrouped on the way.
+The *source rank* of a sample is the rank whose batch contains it, the *owner rank* of a row the
+rank whose shard contains it. *Local* histories are histories whose rows are read by attention on
+their owner ranks. The rows of all other features are sent back to the source ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,83 +19,63 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.collection.batch_checks import check_equal_lengths, check_single_rows
+from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
 
-LARGEST = torch.iinfo(torch.int64).max
-LARGEST_ID = LARGEST // 2
-LARGEST_KEY = torch.iinfo(torch.int32).max
+INT64_MAX = torch.iinfo(torch.int64).max
+MAX_ID = INT64_MAX // 2
+MAX_SORT_KEY = torch.iinfo(torch.int32).max
 
-
-class HistoryFeatures(NamedTuple):
-    """What an EmbeddingCollection of a TargetAttentionEmbeddingBagCollection knows of a history."""
-
-    feature: str  # its key in batches
-    key: str  # of the output
-    stays: bool  # whether attention supports rows that stay, and gather indices
-    timestamps: str  # their key, or empty
-    request_time: str  # its key, or empty
-    is_weighted: bool  # whether batches have prior weights
-    capacity: str  # name of the capacity of its rows, see ``padding.py``
-
-    @property
-    def has_ages(self) -> bool:
-        return self.stays and bool(self.timestamps)
-
-    @property
-    def has_weights(self) -> bool:
-        return self.stays and self.is_weighted
-
-    @property
-    def num_columns(self) -> int:
-        """Numbers sent of each row: its id and, where it stays, position and any age and weight."""
-        return 1 + self.stays + self.has_ages + self.has_weights
+T = TypeVar("T")
 
 
 class Feature(NamedTuple):
     """A feature whose ids are exchanged."""
 
-    name: str  # what the collection calls its rows
-    key: str  # in batches
-    lookup: int  # the one of the collection's lookups that has its table
-    owners: list[int]  # the ranks that have rows of the table, in the order of the rows
-    rows_per_owner: int  # of all owners but the last
-    history: HistoryFeatures | None  # what is known of it, if it is a history
+    name: str  # in the output of the collection
+    key: str  # in the batch
+    lookup: int  # index of the lookup that contains its table
+    owners: list[int]  # ranks that store rows of the table, in the order of the rows
+    rows_per_owner: int  # rows of the table on each owner rank but the last
+    history: HistoryFeature | None
     # Name of the capacity of its rows on the source rank; None if each sample, or each candidate,
     # has one row.
     capacity: str | None
 
     @property
-    def stays(self) -> bool:
-        return self.history is not None and self.history.stays
+    def is_local(self) -> bool:
+        """Whether this is a history whose rows remain on their owner ranks."""
+        return self.history is not None and self.history.is_local
 
 
 class OwnedIds(NamedTuple):
-    """What a rank has received of a history of all homes, besides ids."""
+    """History rows stored on this rank, for the samples of every rank, grouped by source rank."""
 
-    lengths: Tensor  # [S] int64, of the samples of all homes; [0] if it is no owner
-    positions: Tensor  # [N'] int64, of each row in its whole history, where -1 is the newest
+    lengths: Tensor  # [S] int64, of the samples of all ranks; [0] if this is no owner rank
+    positions: Tensor  # [N'] int64, of each row in its whole history, -1 is the newest
     ages: Tensor | None  # [N'] int64
     prior_weights: Tensor | None  # [N']
 
 
 class Received(NamedTuple):
-    """What a rank has, as home and as owner, once ids are exchanged."""
+    """The result of an exchange of ids, for this rank as a source rank and as an owner rank."""
 
     lengths: Tensor  # [features, B], of this rank's samples
-    counts: dict[str, int]  # rows of this rank's samples, by the names of features
-    # Where the rows of each of ``IdExchange.groups`` that come back lie; None if in order.
+    counts: dict[str, int]  # rows of this rank's samples, by feature
+    # Of each of ``IdExchange.groups``: the index, among the rows sent back, of each row of this
+    # rank's samples. None if both are in the same order.
     orders: list[Tensor | None]
-    ids: dict[int, KeyedJaggedTensor]  # of each lookup; in [features, homes], as stride=1
-    owned: dict[str, OwnedIds]  # by the names of histories that stay
-    rows_of_owners: list[dict[str, int]]  # rows of this rank's samples, by owner and feature
-    rows_of_homes: list[dict[str, int]]  # rows that this rank has, by home and feature
-    samples_of_homes: list[int]
+    ids: dict[int, KeyedJaggedTensor]  # of each lookup, ordered by feature and source rank
+    owned: dict[str, OwnedIds]  # of each local history
+    counts_per_owner: list[dict[str, int]]  # rows of this rank's samples, by owner rank, feature
+    counts_per_source: list[dict[str, int]]  # rows on this rank, by source rank and feature
+    samples_per_rank: list[int]
     # Only if ids are padded, see ``padding.py``: of each of ``IdExchange.groups``, a map of the
-    # rows that come back; and the number of jagged queries on each source rank, if it is known.
+    # rows sent back; and the number of jagged queries on each source rank, if it is known.
     paddings: list[Any] | None = None
     queries_per_rank: list[int] | None = None
 
     def record_stream(self, stream: Any) -> None:
-        """As of tensors: for a pipeline, that takes this for a KeyedJaggedTensor."""
+        """Record a stream for all tensors, as TorchRec's pipelines do for input of lookups."""
         for ids in self.ids.values():
             ids.record_stream(stream)
         for x in (self.lengths, *self.orders, *itertools.chain(*self.owned.values())):
@@ -104,99 +83,254 @@ class Received(NamedTuple):
                 x.record_stream(stream)
 
 
+class CachedAwaitable(Awaitable[T], Generic[T]):
+    """An Awaitable whose first ``wait()`` calls ``finish``, and whose others return its result.
+
+    TorchRec 1.6 waits twice for the last batch of an epoch.
+    """
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        super().__init__()
+        self._finish: Callable[[], T] | None = finish
+        self._result: T | None = None
+
+    def _wait_impl(self) -> T:
+        if self._result is None:
+            if self._finish is None:
+                raise RuntimeError(
+                    "ids must not be waited for again after an error, see the first one"
+                )
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        return self._result
+
+
+class _SortedIds(NamedTuple):
+    """The ids of a batch, sorted by block and sample. A block is a feature on an owner rank."""
+
+    lengths: Tensor  # [features, B], of the batch
+    counts: dict[str, int]  # ids of the batch, by feature
+    orders: list[Tensor | None]  # see ``Received``
+    payload: Tensor  # [N, payload width] int64: ids and the other numbers that are sent with them
+    block_counts: Tensor  # [blocks], ids of each block
+    segment_lengths: Tensor | None  # [blocks of local histories, B] int32, ids of each sample
+
+
+class _Sizes(NamedTuple):
+    """Numbers of rows and samples, on the host. See ``Received``."""
+
+    counts_per_owner: list[dict[str, int]]
+    counts_per_source: list[dict[str, int]]
+    samples_per_rank: list[int]
+
+
 class IdExchange:
-    """The ids of ``features``, those of each lookup in its order, to their owners.
+    """Sends the ids of ``features`` to the owner ranks of their rows.
+
+    A source rank sorts the ids of all features by owner rank, feature and sample. Here, the rows of
+    one history are divided between two ranks::
+
+        source rank 0      sorted by owner      owner rank 0: rows 0 to 4
+          a [7 1 8]          1 3 0 | 7 8          a [1]    b [3 0]  c [4]  d [2]
+          b [3 0]                    \\ /
+        source rank 1                / \\        owner rank 1: rows 5 to 9
+          c [4 9]            4 2 | 9 6            a [7 8]  b []     c [9]  d [6]
+          d [2 6]
+
+    Three stages, which a training pipeline runs in the steps before the lookups:
+
+    1. :meth:`send_sizes` sends the number of ids of each feature to each owner rank.
+    2. The first wait sends the ids and, of local histories, the position of each row in its history
+       (in the example -2 for the 1 of sample ``a``), the lengths of samples and, if needed, ages
+       and prior weights.
+    3. The second wait returns what this rank received, see :class:`Received`.
+
+    Each stage sends all features together. Owner ranks do not sort again.
+
+    Args:
+        features: the features of each lookup, in its order.
+        group: process group of the exchange.
+        device: device of the batches.
 
     Attributes:
-        features: in the order in which :meth:`start` takes them.
-        groups: those whose rows come back, each as what is sent at once: all but histories; and
-            each history that is needed whole.
-        local: those of which this rank is an owner, in the order of the lookups.
+        features: the same features, in the order of ``Received.lengths``.
+        groups: features whose rows are sent back, one all-to-all per group: first all features
+            other than histories together, then each history that is not local.
+        owned_features: features with rows on this rank, in the order of the lookups.
     """
 
     def __init__(
         self, features: Sequence[Feature], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self.group, self.device = group, device
-        singles = [of for of in features if of.history is None]
-        wholes = [of for of in features if of.history is not None and not of.stays]
-        staying = [of for of in features if of.stays]
-        self.features = [*singles, *wholes, *staying]
-        self.groups = [*([singles] if singles else []), *([of] for of in wholes)]
-        histories = [of.history for of in staying if of.history is not None]
+        other_features = [x for x in features if x.history is None]
+        gathered_histories = [x for x in features if x.history is not None and not x.is_local]
+        local_histories = [x for x in features if x.is_local]
+        self.features = [*other_features, *gathered_histories, *local_histories]
+        self.groups = [[x] for x in gathered_histories]
+        if other_features:
+            self.groups.insert(0, other_features)
+        histories = [x.history for x in local_histories if x.history is not None]
         self._has_positions = bool(histories)
-        self._has_ages = any(of.has_ages for of in histories)
-        self._has_weights = any(of.has_weights for of in histories)
+        self._has_ages = any(x.has_ages for x in histories)
+        self._has_weights = any(x.has_weights for x in histories)
 
         ranks = range(group.size())
-        self._of_ranks = [[of for of in features if rank in of.owners] for rank in ranks]
-        self.local = self._of_ranks[group.rank()]
-        # Ids are sorted by blocks, one of each owner and feature, and by samples within them.
-        blocks = [(rank, of) for rank in ranks for of in self._of_ranks[rank]]
-        self._blocks = blocks
-        at = {(rank, of.name): block for block, (rank, of) in enumerate(blocks)}
+        self._features_per_rank = [[x for x in features if rank in x.owners] for rank in ranks]
+        self.owned_features = self._features_per_rank[group.rank()]
+        blocks = [(rank, feature) for rank in ranks for feature in self._features_per_rank[rank]]
+        self._num_blocks = len(blocks)
+        block_index = {(rank, feature.name): i for i, (rank, feature) in enumerate(blocks)}
+        # What to add to the index of a feature to get the index of its block on an owner rank.
         shifts = torch.zeros(len(self.features), group.size(), dtype=torch.int32)
-        for i, of in enumerate(self.features):
-            for shard, rank in enumerate(of.owners):
-                shifts[i, shard] = at[rank, of.name] - i
-        # Of each owner its blocks, and at last the number of samples.
-        sizes = [
-            block
-            for rank in ranks
-            for block in [*(at[rank, of.name] for of in self._of_ranks[rank]), len(blocks)]
-        ]
-        self._shifts, self._sizes = shifts.to(device), torch.tensor(sizes, device=device)
+        for i, feature in enumerate(self.features):
+            for shard, rank in enumerate(feature.owners):
+                shifts[i, shard] = block_index[rank, feature.name] - i
+        self._block_shifts = shifts.to(device)
         self._rows_per_shard = torch.tensor(
-            [of.rows_per_owner if len(of.owners) > 1 else LARGEST for of in self.features],
+            [x.rows_per_owner if len(x.owners) > 1 else INT64_MAX for x in self.features],
             device=device,
         )
-        self._staying_blocks = torch.tensor(
-            [i for i, (_, of) in enumerate(blocks) if of.stays], dtype=torch.int64, device=device
-        )
-        self._sizes_per_rank = [len(of_rank) + 1 for of_rank in self._of_ranks]
-        self._staying_per_rank = [sum(of.stays for of in of_rank) for of_rank in self._of_ranks]
+        local_blocks = [i for i, (_, feature) in enumerate(blocks) if feature.is_local]
+        self._local_blocks = torch.tensor(local_blocks, dtype=torch.int64, device=device)
+        # Each owner rank is sent the counts of its blocks, followed by the number of samples.
+        sizes: list[int] = []
+        for rank in ranks:
+            sizes += [block_index[rank, x.name] for x in self._features_per_rank[rank]]
+            sizes.append(self._num_blocks)
+        self._size_index = torch.tensor(sizes, device=device)
+        self._sizes_per_rank = [len(x) + 1 for x in self._features_per_rank]
+        self._histories_per_rank = [sum(x.is_local for x in xs) for xs in self._features_per_rank]
 
-    def start(self, batch: KeyedJaggedTensor) -> _Sizes:
-        """Sort the ids of the features of a ``batch``, and send how many there are."""
+    def send_sizes(self, batch: KeyedJaggedTensor) -> Awaitable[Awaitable[Received]]:
+        """Sort the ids of ``batch`` by owner rank and start to send their numbers."""
+        ids = self._sort(batch)
+        num_samples = ids.block_counts.new_full((1,), ids.lengths.shape[1])
+        sizes = torch.cat([ids.block_counts, num_samples])[self._size_index]
+        recv_splits = [len(self.owned_features) + 1] * self.group.size()
+        received, work = self._all_to_all(sizes, recv_splits, self._sizes_per_rank)
+        return CachedAwaitable(functools.partial(self._send_ids, ids, received, work))
+
+    def _send_ids(self, ids: _SortedIds, received: Tensor, work: Any) -> Awaitable[Received]:
+        """Wait for the sizes and start to send the ids."""
+        work.wait()
+        # One copy to the host, of the numbers that were received and those that were sent.
+        numbers = iter(torch.cat([received, ids.block_counts]).tolist())
+        counts_per_source, samples_per_rank = [], []
+        for _ in range(self.group.size()):
+            counts_per_source.append({x.name: next(numbers) for x in self.owned_features})
+            samples_per_rank.append(next(numbers))
+        counts_per_owner = [{x.name: next(numbers) for x in xs} for xs in self._features_per_rank]
+        sizes = _Sizes(counts_per_owner, counts_per_source, samples_per_rank)
+        recv_splits, send_splits = (
+            [sum(counts.values()) for counts in per_rank]
+            for per_rank in (counts_per_source, counts_per_owner)
+        )
+        payload, work = self._all_to_all(ids.payload, recv_splits, send_splits)
+        works, lengths = [work], None
+        if ids.segment_lengths is not None:
+            num_local = self._histories_per_rank[self.group.rank()]
+            lengths, work = self._all_to_all(
+                ids.segment_lengths.flatten(),
+                [n * num_local for n in samples_per_rank],
+                [n * ids.lengths.shape[1] for n in self._histories_per_rank],
+            )
+            works.append(work)
+        return CachedAwaitable(
+            functools.partial(self._receive, ids, sizes, payload, lengths, works)
+        )
+
+    def _receive(
+        self, ids: _SortedIds, sizes: _Sizes, payload: Tensor, lengths: Tensor | None, works: list
+    ) -> Received:
+        """Wait for the ids and group them by lookup, feature and source rank."""
+        for work in works:
+            work.wait()
+        counts = [n for per_feature in sizes.counts_per_source for n in per_feature.values()]
+        names = [feature.name for feature in self.owned_features]
+        columns = [_by_feature(names, x.split(counts)) for x in payload.unbind(1)]
+        lookups: dict[int, list[Feature]] = {feature.lookup: [] for feature in self.features}
+        for feature in self.owned_features:
+            lookups[feature.lookup].append(feature)
+        owned: dict[str, OwnedIds] = {}
+        if lengths is not None:
+            names = [feature.name for feature in self.owned_features if feature.is_local]
+            counts = [n for n in sizes.samples_per_rank for _ in names]
+            local_lengths = _by_feature(names, lengths.split(counts))
+            empty = [payload.new_empty(0)]  # if this is no owner rank
+            for feature in self.features:
+                if feature.history is None or not feature.is_local:
+                    continue
+                x = [column.get(feature.name, empty) for column in columns]
+                has_ages, has_weights = feature.history.has_ages, feature.history.has_weights
+                owned[feature.name] = OwnedIds(
+                    torch.cat(local_lengths.get(feature.name, empty)).long(),
+                    torch.cat(x[1]),
+                    torch.cat(x[2]) if has_ages else None,
+                    torch.cat(x[-1]).view(torch.float64).float() if has_weights else None,
+                )
+        return Received(
+            ids.lengths,
+            ids.counts,
+            ids.orders,
+            {
+                lookup: _one_bag_per_feature(
+                    [x.key for x in features], [columns[0][x.name] for x in features], payload
+                )
+                for lookup, features in lookups.items()
+            },
+            owned,
+            *sizes,
+        )
+
+    def _sort(self, batch: KeyedJaggedTensor) -> _SortedIds:
         features = self._select(batch)
-        num_samples, num_blocks = features.stride(), len(self._blocks)
-        if num_samples * num_blocks > LARGEST_KEY:  # PyTorch would wrap around
+        num_samples = features.stride()
+        if num_samples * self._num_blocks > MAX_SORT_KEY:  # PyTorch would wrap around
             raise ValueError(
-                f"features must have at most {LARGEST_KEY // num_blocks} samples with "
+                f"features must have at most {MAX_SORT_KEY // self._num_blocks} samples with "
                 f"HistoryEmbeddingCollectionSharder, got {num_samples}"
             )
         lengths = features.lengths().int()
-        cell = torch.repeat_interleave(lengths, output_size=features.values().numel())
-        feature = cell // num_samples
-        # FBGEMM checks bounds, but takes -1 for no row: ids below zero come to lie above all.
-        ids = features.values().long() & LARGEST_ID
-        rows_per_shard = self._rows_per_shard[feature]
+        # [N], the index of each id's feature and sample: feature * num_samples + sample
+        segment_index = torch.repeat_interleave(lengths, output_size=features.values().numel())
+        feature_index = segment_index // num_samples
+        # Negative ids become larger than any table: FBGEMM would take -1 for a pruned row, and not
+        # check its bounds.
+        ids = features.values().long() & MAX_ID
+        rows_per_shard = self._rows_per_shard[feature_index]
         shard = (ids // rows_per_shard).clamp_(max=self.group.size() - 1)
         ids -= shard * rows_per_shard
-        key = torch.add(cell, self._shifts[feature, shard], alpha=num_samples)
-        in_order, order = key.sort(stable=True)
-        cells = torch.arange(num_blocks * num_samples + 1, dtype=torch.int32, device=self.device)
-        ends = torch.searchsorted(in_order, cells)
-        of_blocks = ends[::num_samples].diff()
-        columns = [x[order] for x in (ids, *self._columns(features, batch, cell))]
-        sizes = torch.cat([of_blocks, of_blocks.new_full((1,), num_samples)])[self._sizes]
-        counts = None
+        shift = self._block_shifts[feature_index, shard]
+        key = torch.add(segment_index, shift, alpha=num_samples)  # block * num_samples + sample
+        sorted_key, order = key.sort(stable=True)
+        segments = torch.arange(
+            self._num_blocks * num_samples + 1, dtype=torch.int32, device=self.device
+        )
+        ends = torch.searchsorted(sorted_key, segments)
+        block_counts = ends[::num_samples].diff()
+        payload = [x[order] for x in (ids, *self._payload(features, batch, segment_index))]
+        segment_lengths = None
         if self._has_positions:
-            counts = ends.diff().int().view(num_blocks, num_samples)[self._staying_blocks]
-        lengths = features.lengths().view(len(self.features), num_samples)
-        local = lengths, dict(zip(features.keys(), features.length_per_key(), strict=True))
-        orders = [self._order(of_group, features, key) for of_group in self.groups]
-        columns = torch.stack(columns, dim=1)
-        return _Sizes(self._steps(num_samples, local, orders, of_blocks, sizes, counts, columns))
+            segment_lengths = ends.diff().int().view(self._num_blocks, num_samples)
+            segment_lengths = segment_lengths[self._local_blocks]
+        return _SortedIds(
+            features.lengths().view(len(self.features), num_samples),
+            dict(zip(features.keys(), features.length_per_key(), strict=True)),
+            [self._recv_order(group, features, key) for group in self.groups],
+            torch.stack(payload, dim=1),
+            block_counts,
+            segment_lengths,
+        )
 
     def _select(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The features of a ``batch``, in the order of ``features``."""
+        """Return the features of ``batch`` in the order of ``self.features``."""
         keys, counts = batch.keys(), batch.length_per_key()
-        order = [keys.index(of.key) for of in self.features]
+        order = [keys.index(feature.key) for feature in self.features]
         weights = batch.weights().split(counts) if self._has_weights else None
         values, lengths = batch.values().split(counts), batch.lengths().view(len(keys), -1).unbind()
         return KeyedJaggedTensor(
-            [of.name for of in self.features],
+            [feature.name for feature in self.features],
             torch.cat([values[i] for i in order]),
             torch.cat([weights[i] for i in order]) if weights else None,
             lengths=torch.cat([lengths[i] for i in order]),
@@ -204,188 +338,85 @@ class IdExchange:
             length_per_key=[counts[i] for i in order],
         )
 
-    def _order(
-        self, of_group: list[Feature], features: KeyedJaggedTensor, key: Tensor
+    def _recv_order(
+        self, group: list[Feature], features: KeyedJaggedTensor, key: Tensor
     ) -> Tensor | None:
-        """Where rows that come back in the order of ``key`` lie, for those of a group."""
-        if len(of_group) == 1 and len(of_group[0].owners) == 1:
+        """Return the index of each row of ``group`` among its rows sorted by ``key``, the order in
+        which they are sent back. Returns None if the batch is in this order.
+        """
+        if len(group) == 1 and len(group[0].owners) == 1:
             return None
-        at = self.features.index(of_group[0])
+        first = self.features.index(group[0])
         counts = features.length_per_key()
-        first = sum(counts[:at])
-        of_rows = key[first : first + sum(counts[at : at + len(of_group)])]
-        sent = of_rows.argsort(stable=True)
-        return torch.empty_like(sent).scatter_(0, sent, torch.arange(len(sent), device=sent.device))
+        begin = sum(counts[:first])
+        order = key[begin : begin + sum(counts[first : first + len(group)])].argsort(stable=True)
+        index = torch.arange(len(order), device=order.device)
+        return torch.empty_like(order).scatter_(0, order, index)
 
-    def _columns(
-        self, features: KeyedJaggedTensor, batch: KeyedJaggedTensor, cell: Tensor
+    def _payload(
+        self, features: KeyedJaggedTensor, batch: KeyedJaggedTensor, segment_index: Tensor
     ) -> list[Tensor]:
-        """What is sent besides ids, ``[N]`` int64 each."""
+        """Return the numbers that are sent with ids, ``[N]`` int64 each."""
         if not self._has_positions:
             return []
-        device = cell.device
         ends = features.offsets()[1:].long()
-        columns = [torch.arange(cell.numel(), device=device) - ends[cell]]
+        index = torch.arange(segment_index.numel(), device=segment_index.device)
+        payload = [index - ends[segment_index]]
         if self._has_ages:
-            ages, first = torch.zeros_like(columns[0]), 0
-            counts = features.length_per_key()
-            for i, (of, count) in enumerate(zip(self.features, counts, strict=True)):
-                if of.history is not None and of.history.has_ages:
-                    sample = cell[first : first + count] - i * features.stride()
-                    ages[first : first + count] = _ages(batch, of.history, sample)
-                first += count
-            columns.append(ages)
+            ages, begin = torch.zeros_like(index), 0
+            for i, feature in enumerate(self.features):
+                end = begin + features.length_per_key()[i]
+                if feature.history is not None and feature.history.has_ages:
+                    sample = segment_index[begin:end] - i * features.stride()
+                    ages[begin:end] = _ages(batch, feature.history, sample)
+                begin = end
+            payload.append(ages)
         if self._has_weights:
-            columns.append(features.weights().detach().double().view(torch.int64))
-        return columns
+            payload.append(features.weights().detach().double().view(torch.int64))
+        return payload
 
-    def _steps(
-        self,
-        num_samples: int,
-        local: tuple[Tensor, dict[str, int]],
-        orders: list[Tensor | None],
-        of_blocks: Tensor,
-        sizes: Tensor,
-        lengths: Tensor | None,
-        columns: Tensor,
-    ) -> Iterator[Received | None]:
-        """Yields once sizes are sent, once ids are, and then what has come, by features."""
-        width = len(self.local) + 1
-        of_ranks = [width] * self.group.size()
-        received, sending = self._send(sizes, of_ranks, self._sizes_per_rank)
-        yield
-        sending.wait()
-        numbers = torch.cat([received, of_blocks]).tolist()
-        count = received.numel()
-        of_homes = [numbers[i : i + width] for i in range(0, count, width)]
-        of_owners, samples = numbers[count:], [of_home[-1] for of_home in of_homes]
-        blocks = iter(of_owners)
-        sent = [sum(itertools.islice(blocks, n - 1)) for n in self._sizes_per_rank]
-        of_rows, sending = self._send(columns, [sum(x[:-1]) for x in of_homes], sent)
-        works, of_samples = [sending], None
-        staying = [of.name for of in self.local if of.stays]
-        if lengths is not None:
-            of_samples, sending = self._send(
-                lengths.flatten(),
-                [n * len(staying) for n in samples],
-                [num_samples * n for n in self._staying_per_rank],
-            )
-            works.append(sending)
-        yield
-        for work in works:
-            work.wait()
-        names = [of.name for of in self.local]
-        chunks = [count for of_home in of_homes for count in of_home[:-1]]
-
-        def by_feature(column: Tensor) -> dict[str, list[Tensor]]:
-            pieces = column.split(chunks)
-            return {name: [*pieces[i :: len(names)]] for i, name in enumerate(names)}
-
-        of_columns = [by_feature(column) for column in of_rows.unbind(1)]
-        lookups: dict[int, list[str]] = {of.lookup: [] for of in self.features}
-        for of in self.local:
-            lookups[of.lookup].append(of.name)
-        keys = {of.name: of.key for of in self.local}
-        ids = {
-            lookup: _bags(
-                [keys[name] for name in of_lookup],
-                [of_columns[0][name] for name in of_lookup],
-                columns,
-            )
-            for lookup, of_lookup in lookups.items()
-        }
-        owned = {}
-        if of_samples is not None:
-            of_samples = of_samples.split([n for n in samples for _ in staying])
-            for of in self.features:
-                if of.history is None or not of.stays:
-                    continue
-                nothing = [columns.new_empty(0)]  # unless this rank has a part of the table
-                pieces = [column.get(of.name, nothing) for column in of_columns]
-                counts = nothing
-                if of.name in staying:
-                    counts = of_samples[staying.index(of.name) :: len(staying)]
-                has_ages, has_weights = of.history.has_ages, of.history.has_weights
-                owned[of.name] = OwnedIds(
-                    torch.cat(counts).long(),
-                    positions=torch.cat(pieces[1]),
-                    ages=torch.cat(pieces[2]) if has_ages else None,
-                    prior_weights=torch.cat(pieces[-1]).view(torch.float64).float()
-                    if has_weights
-                    else None,
-                )
-        blocks = iter(of_owners)
-        yield Received(
-            *local,
-            orders,
-            ids,
-            owned,
-            [{of.name: next(blocks) for of in of_rank} for of_rank in self._of_ranks],
-            [dict(zip(names, of_home[:-1], strict=True)) for of_home in of_homes],
-            samples,
+    def _all_to_all(
+        self, x: Tensor, recv_splits: list[int], send_splits: list[int]
+    ) -> tuple[Tensor, Any]:
+        """Start an all-to-all. Returns the tensor that it fills, and an object to wait for."""
+        out = x.new_empty(sum(recv_splits), *x.shape[1:])
+        work = dist.all_to_all_single(
+            out, x, recv_splits, send_splits, group=self.group, async_op=True
         )
-
-    def _send(self, x: Tensor, received: list[int], sent: list[int]) -> tuple[Tensor, Any]:
-        """What will have come, and what waits for it."""
-        out = x.new_empty(sum(received), *x.shape[1:])
-        return out, dist.all_to_all_single(out, x, received, sent, group=self.group, async_op=True)
+        return out, work
 
 
-def _bags(keys: list[str], pieces: list[list[Tensor]], columns: Tensor) -> KeyedJaggedTensor:
-    """Ids of features as one bag each, since rows are not pooled."""
-    ids = torch.cat([columns.new_empty(0), *itertools.chain(*pieces)])
-    counts = [sum(piece.numel() for piece in of_feature) for of_feature in pieces]
+def _by_feature(names: list[str], pieces: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """Return the pieces of each feature, given one of each feature for each source rank."""
+    return {name: [*pieces[i :: len(names)]] for i, name in enumerate(names)}
+
+
+def _one_bag_per_feature(
+    keys: list[str], pieces: list[list[Tensor]], like: Tensor
+) -> KeyedJaggedTensor:
+    """Return the ids of features as one bag each: lookups without pooling accept any bags."""
+    ids = torch.cat([like.new_empty(0), *itertools.chain(*pieces)])
+    counts = [sum(piece.numel() for piece in per_source) for per_source in pieces]
     # From pinned memory: a copy from any other waits for the device.
     offsets = torch.tensor([0, *itertools.accumulate(counts)], pin_memory=ids.is_cuda)
     offsets = offsets.to(ids.device, non_blocking=True)
     return KeyedJaggedTensor(keys, ids, offsets=offsets, stride=1, length_per_key=counts)
 
 
-def _ages(batch: KeyedJaggedTensor, of: HistoryFeatures, sample: Tensor) -> Tensor:
-    """``[N]`` int64: at the time of the request, or else of the newest row. Zero of what is newer,
-    the largest number of what int64 does not hold.
+def _ages(batch: KeyedJaggedTensor, history: HistoryFeature, sample: Tensor) -> Tensor:
+    """Ages ``[N]`` in int64, relative to the request time or else the newest row: 0 for newer rows,
+    INT64_MAX on overflow. ``sample`` is the sample of each row.
     """
-    history, timestamps = batch[of.feature], batch[of.timestamps]
-    check_equal_lengths(timestamps, of.timestamps, history, of.feature)
+    rows, timestamps = batch[history.feature], batch[history.timestamps]
+    check_equal_lengths(timestamps, history.timestamps, rows, history.feature)
     times = timestamps.values().long()
-    if of.request_time:
-        request_time = batch[of.request_time]
-        if sample.numel() > 0:  # the replacement of a batch without samples has no time
-            check_single_rows([request_time], [of.request_time], "request_time", "integer")
+    if history.request_time:
+        request_time = batch[history.request_time]
+        if sample.numel() > 0:  # the placeholder of a batch without samples has no request time
+            check_single_rows([request_time], [history.request_time], "request_time", "integer")
         references = request_time.values().long()[sample]
     else:
-        references = times[(history.offsets()[1:] - 1)[sample]]
+        references = times[(rows.offsets()[1:] - 1)[sample]]
     ages = references - times
-    ages.masked_fill_(ages < 0, LARGEST)
+    ages.masked_fill_(ages < 0, INT64_MAX)
     return ages.masked_fill_(times > references, 0)
-
-
-class _Ids(Awaitable[Any]):
-    """Ids on their way. Each wait returns the same: TorchRec 1.6 waits twice as an epoch ends."""
-
-    def __init__(self, steps: Iterator[Received | None]) -> None:
-        super().__init__()
-        self._steps, self._result = steps, None
-        self._next()
-
-    def _next(self) -> Any:
-        try:
-            return next(self._steps)
-        except StopIteration:  # which a training loop would take for the end of its data
-            raise RuntimeError(
-                "ids must not be waited for again after an error, see the first one"
-            ) from None
-
-    def _wait_impl(self) -> Any:
-        if self._result is None:
-            self._result = self._next()
-        return self._result
-
-
-class _Sizes(_Ids):
-    """Sizes on their way. A pipeline waits for them one step before their ids are needed."""
-
-    def _wait_impl(self) -> _Ids:
-        if self._result is None:
-            self._result = _Ids(self._steps)
-        return self._result

@@ -11,8 +11,7 @@ from torchrec.distributed.planner.types import ShardEstimator, ShardingOption
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from torchrec_jagged_attn.collection.sharding.id_exchange import HistoryFeatures
-from torchrec_jagged_attn.collection.sharding.sharder import histories_of
+from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature, histories_in
 
 
 class HistoryEmbeddingShardingPlanner(EmbeddingShardingPlanner):
@@ -60,8 +59,8 @@ class _HistoryEstimator(ShardEstimator):
             rows = sent = columns = 0.0  # per sample
             for history, length in _lengths(option):
                 rows += length
-                sent += 2 * len(option.shards) if history and history.stays else length
-                columns += length * (history.num_columns if history else 1)
+                sent += 2 * len(option.shards) if history and history.is_local else length
+                columns += length * (history.payload_width if history else 1)
             if rows == 0:
                 continue
             for shard in option.shards:
@@ -74,11 +73,11 @@ class _HistoryEstimator(ShardEstimator):
                 )
 
 
-def _lengths(option: ShardingOption) -> Iterator[tuple[HistoryFeatures | None, float]]:
+def _lengths(option: ShardingOption) -> Iterator[tuple[HistoryFeature | None, float]]:
     """The features of a table: what is known of a history, and the mean length."""
     collection = option.module[1]
     if isinstance(collection, EmbeddingCollection):
         tables = [table.name for table in collection.embedding_configs()]
         names = collection.embedding_names_by_table()[tables.index(option.name)]
         for name, length in zip(names, option.input_lengths, strict=False):
-            yield histories_of(collection).get(name), length
+            yield histories_in(collection).get(name), length
