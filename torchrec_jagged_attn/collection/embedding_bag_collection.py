@@ -16,9 +16,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_jagged_attn.checks import check_bool, check_device
 from torchrec_jagged_attn.collection.batch_checks import (
     check_features,
-    has_no_sample,
-    one_sample_without_ids,
-    with_counts,
+    pad_empty_batch,
+    set_meta_lengths,
     without_samples,
 )
 from torchrec_jagged_attn.collection.config import (
@@ -339,7 +338,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         if not is_scripting():
             lookups = self._lookups()
             check_optimizers(self.pooling)
-            features = with_counts(features)
+            features = set_meta_lengths(features)
             _check_features(
                 features,
                 self._num_embeddings,
@@ -353,9 +352,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             features = self.history_truncation(features)
         looked_up = features
         if not is_scripting():
-            is_empty = has_no_sample(features)
-            if is_empty:
-                looked_up = one_sample_without_ids(features)
+            looked_up = pad_empty_batch(features)
+            is_empty = looked_up is not features
         sequences: list[dict[str, JaggedTensor]] = []
         for lookup in self.embedding_collections.values():
             sequences.append(lookup(looked_up))

@@ -53,7 +53,7 @@ def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def check_optimizers(pooling: nn.Module) -> None:
-    """Check once that no weight of ``pooling`` has an optimizer in backward, as tables have."""
+    """Check that no weight of ``pooling`` has an optimizer in backward. Checks a module once."""
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and pooling in _checked:
         return

@@ -17,7 +17,7 @@ from torchrec_jagged_attn.collection.batch_checks import (
     check_equal_lengths,
     check_history_weights,
     check_single_rows,
-    of_each_sample,
+    read_feature,
 )
 from torchrec_jagged_attn.collection.config import TargetAttentionConfig, find_features
 from torchrec_jagged_attn.collection.requests import repeat_per_candidate
@@ -510,7 +510,7 @@ def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTens
 @torch.fx.wrap
 def _codes(features: KeyedJaggedTensor, names: list[str], num_bytes: int) -> JaggedTensor:
     """``[N, num_bytes]`` uint8: the first bytes of the int64 values of ``names``."""
-    packed = [of_each_sample(features, name) for name in names]
+    packed = [read_feature(features, name) for name in names]
     history = _side_by_side([_of_samples(x.values().unsqueeze(1), x) for x in packed], names)
     rows = history.values()
     if is_scripting():  # which knows no view of other numbers
@@ -544,7 +544,7 @@ def _timestamps(
     features: KeyedJaggedTensor, name: str, history: JaggedTensor, history_name: str
 ) -> Tensor:
     """``[N]`` times of the rows of ``history``."""
-    timestamps = of_each_sample(features, name)
+    timestamps = read_feature(features, name)
     if not is_scripting():
         check_equal_lengths(timestamps, name, history, history_name)
     return timestamps.values()
@@ -553,7 +553,7 @@ def _timestamps(
 @torch.fx.wrap
 def _request_time(features: KeyedJaggedTensor, name: str) -> Tensor:
     """``[B]``, when each sample is scored."""
-    times = of_each_sample(features, name)
+    times = read_feature(features, name)
     if not is_scripting():
         check_single_rows([times], [name], "request_time", "integer")
     return times.values()
@@ -562,7 +562,7 @@ def _request_time(features: KeyedJaggedTensor, name: str) -> Tensor:
 @torch.fx.wrap
 def _weights(features: KeyedJaggedTensor, name: str) -> Tensor:
     """``[N]`` weights of the rows of ``name``."""
-    return of_each_sample(features, name).weights()
+    return read_feature(features, name).weights()
 
 
 @torch.fx.wrap

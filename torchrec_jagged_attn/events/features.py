@@ -18,7 +18,7 @@ from torchrec_jagged_attn.checks import (
     check_same,
     check_shape,
 )
-from torchrec_jagged_attn.collection.batch_checks import has_no_sample, one_sample_without_ids
+from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
 from torchrec_jagged_attn.collection.config import check_list
 from torchrec_jagged_attn.events.layout import Events
 from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, check_order
@@ -171,12 +171,9 @@ class EventBasedFeature(nn.Module):
         """
         _check(events, self.attributes, self.is_weighted)
         dtype = self.compression.weight.dtype  # lookups may give another
-        attributes = events.attributes
-        is_empty = has_no_sample(attributes)
-        if is_empty:
-            attributes = one_sample_without_ids(attributes)
+        attributes = pad_empty_batch(events.attributes)
         rows = self.embedding_bag_collection(attributes).values().to(dtype)
-        if is_empty:
+        if attributes is not events.attributes:
             rows = rows[:0]
         if self.time_encoding is not None:
             times = self.time_encoding(events.timestamps, events.offsets)

@@ -36,7 +36,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.collection.batch_checks import has_no_sample, one_sample_without_ids
+from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
 from torchrec_jagged_attn.collection.sharding.id_exchange import Feature, IdExchange, Received
 from torchrec_jagged_attn.collection.sharding.looked_up import (
     SPARE,
@@ -144,14 +144,12 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
     def input_dist(
         self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        features = maybe_td_to_kjt(features)
+        features = pad_empty_batch(maybe_td_to_kjt(features))
         if features.variable_stride_per_key():
             raise NotImplementedError(
                 "features must have one batch size with HistoryEmbeddingCollectionSharder, got "
                 "several: give DistributedModelParallel an EmbeddingCollectionSharder"
             )
-        if has_no_sample(features):
-            features = one_sample_without_ids(features)
         with torch.no_grad():
             ctx.input_features += [features.permute(*x) for x in self._orders_in(features)]
             sizes: Any = self._exchange.send_sizes(features)

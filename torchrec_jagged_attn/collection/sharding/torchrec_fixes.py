@@ -1,6 +1,7 @@
-"""Changes to sharded lookups that TorchRec does not provide, and checks of their sharders."""
+"""Fixes of sharded lookups, and checks that all lookups are sharded or quantized."""
 
 import functools
+import itertools
 import weakref
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchrec.quant import embedding_modules as quantized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.collection.batch_checks import has_no_sample, one_sample_without_ids
+from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 
 QUANTIZED = (
@@ -31,23 +32,27 @@ _prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def prepare_lookups(lookups: list[nn.Module]) -> bool:
-    """Whether ``lookups`` are sharded, as all or none of them must be.
+    """Return whether ``lookups`` are sharded, and fix sharded lookups when first called.
 
-    The first time, sharded ones are prepared for what TorchRec's do not serve: ranks without a
-    table, batches without samples, and long bags.
+    Fixed lookups support ``output_dtype`` on ranks without a table, and batches without samples,
+    and are fast for long histories.
+
+    Raises:
+        RuntimeError: some lookups have no sharder.
+        ValueError: tables of one lookup have several ``output_dtype``.
     """
-    left = [lookup for lookup in lookups if not isinstance(lookup, ShardedModule)]
-    if not left:
+    not_sharded = [lookup for lookup in lookups if not isinstance(lookup, ShardedModule)]
+    if not not_sharded:
         for lookup in lookups:
             if lookup not in _prepared:
-                _give_ranks_one_dtype(lookup)
+                _set_placeholder_dtype(lookup)
                 if not isinstance(lookup, ShardedHistoryEmbeddingCollection):
-                    _take_batches_without_samples(lookup)
-                shorten_bags(lookup)
+                    _accept_empty_batches(lookup)
+                _shorten_bags(lookup)
                 _prepared.add(lookup)
         return True
-    if len(left) < len(lookups) or _is_in_distributed_model_parallel():
-        names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in left})
+    if len(not_sharded) < len(lookups) or _is_in_distributed_model_parallel():
+        names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in not_sharded})
         raise RuntimeError(
             f"sharders of DistributedModelParallel must include {' and '.join(names)}, got no "
             "such sharder: without it, each rank trains its own copy of these tables"
@@ -56,31 +61,28 @@ def prepare_lookups(lookups: list[nn.Module]) -> bool:
 
 
 def _is_in_distributed_model_parallel() -> bool:
-    """Whether the module whose forward runs was replicated by DistributedModelParallel.
-
-    It sets the parameters that are not replicated on the module that DistributedDataParallel wraps.
+    """Return whether the running forward is that of a model in DistributedModelParallel, which sets
+    an attribute of the module in its DistributedDataParallel.
     """
     if torch.compiler.is_compiling():
         return False
-    replicated = DistributedDataParallel._active_ddp_module
-    return hasattr(getattr(replicated, "module", None), "_ddp_params_and_buffers_to_ignore")
+    replicas = DistributedDataParallel._active_ddp_module
+    return hasattr(getattr(replicas, "module", None), "_ddp_params_and_buffers_to_ignore")
 
 
-def _give_ranks_one_dtype(lookup: nn.Module) -> None:
-    """The rows that a rank without a table sends, none, must have the dtype of the others'.
+def _set_placeholder_dtype(module: nn.Module) -> None:
+    """Give the empty tensor that ranks without a table send the ``output_dtype`` of the tables.
 
-    TorchRec makes them fp32 whatever ``output_dtype`` is: ranks then disagree on the bytes that
-    they exchange, and hang. ``tests/torchrec/test_options.py`` fails where private names change.
+    TorchRec creates it in fp32: ranks then disagree on the number of bytes sent, and hang.
     """
-    shardings = getattr(lookup, "_sharding_type_to_sharding", {}).values()
-    shardings = getattr(lookup, "_embedding_shardings", shardings)
-    for sharding, of_rank in zip(shardings, getattr(lookup, "_lookups", ()), strict=False):
-        none = getattr(of_rank, "_dummy_embs_tensor", None)
+    shardings = getattr(module, "_sharding_type_to_sharding", {}).values()
+    shardings = getattr(module, "_embedding_shardings", shardings)
+    for sharding, lookup in zip(shardings, getattr(module, "_lookups", ()), strict=False):
+        placeholder = getattr(lookup, "_dummy_embs_tensor", None)
         configs = getattr(sharding, "_grouped_embedding_configs_per_rank", ())
         dtypes = {
             (config.fused_params or {}).get("output_dtype", SparseType.FP32)
-            for of_one in configs
-            for config in of_one
+            for config in itertools.chain(*configs)
         }
         if len(dtypes) > 1 and len(configs) > 1:
             names = sorted(str(dtype) for dtype in dtypes)
@@ -89,25 +91,24 @@ def _give_ranks_one_dtype(lookup: nn.Module) -> None:
                 f"{', '.join(names)}"
             )
         for dtype in dtypes:
-            if none is not None and none.dtype != dtype.as_dtype():
-                of_rank._dummy_embs_tensor = none.detach().to(dtype.as_dtype()).requires_grad_()
+            if placeholder is not None and placeholder.dtype != dtype.as_dtype():
+                placeholder = placeholder.detach().to(dtype.as_dtype()).requires_grad_()
+                lookup._dummy_embs_tensor = placeholder
 
 
-def _take_batches_without_samples(lookup: nn.Module) -> None:
-    """Replace batches without samples in ``input_dist``, which pipelines call directly."""
+def _accept_empty_batches(lookup: nn.Module) -> None:
+    """Replace ``input_dist``, which pipelines call directly, by :func:`_input_dist`."""
     if isinstance(lookup, ShardedEmbeddingCollection) and "input_dist" not in vars(lookup):
         lookup.input_dist = functools.partial(_input_dist, lookup)
 
 
 def _input_dist(lookup: ShardedEmbeddingCollection, ctx: Any, features: Any) -> Any:
-    features = maybe_td_to_kjt(features)
-    if has_no_sample(features):
-        features = one_sample_without_ids(features)
+    features = pad_empty_batch(maybe_td_to_kjt(features))
     return ShardedEmbeddingCollection.input_dist(lookup, ctx, features)
 
 
 def check_quantized(lookups: list[nn.Module]) -> bool:
-    """Whether ``lookups`` are quantized, as all or none of them must be."""
+    """Return whether ``lookups`` are quantized: all or none of them must be."""
     are_quantized = [isinstance(lookup, QUANTIZED) for lookup in lookups]
     if any(are_quantized) and not all(are_quantized):
         raise RuntimeError(
@@ -119,11 +120,10 @@ def check_quantized(lookups: list[nn.Module]) -> bool:
     return all(are_quantized)
 
 
-def shorten_bags(collection: nn.Module) -> None:
-    """Have the lookups of a sharded EmbeddingCollection take ids in bags of :func:`split_bags`.
+def _shorten_bags(collection: nn.Module) -> None:
+    """Pass ids to a sharded EmbeddingCollection in short bags, see :func:`split_bags`.
 
-    FBGEMM's kernels are serial along a bag, and TorchRec hands them each history as one. This reads
-    a private name of TorchRec's; ``tests/torchrec/test_lookup_bags.py`` fails where it has changed.
+    FBGEMM's kernels are serial along a bag, and TorchRec passes each history as one bag.
     """
     if isinstance(collection, ShardedEmbeddingCollection):
         for lookup in collection._lookups:
@@ -131,16 +131,15 @@ def shorten_bags(collection: nn.Module) -> None:
 
 
 def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same ids of each key, in the same order, in bags of about as many ids as there are keys.
+    """Return the same ids in short bags: ``N`` ids of ``K`` keys in ``ceil(N / K)`` bags per key.
 
-    A sequence embedding puts out a row for each id, whatever the bags. All keys must have as many
-    bags, so each key's ids are spread evenly over them::
+    Lookups without pooling return a row for each id, however ids are divided into bags. As all keys
+    must have the same number of bags, the ids of each key are spread evenly over them::
 
         item    [7] [8] [9]                [7] [8] [ ] [9] [ ]
         history [1 2 3 4] [ ] [5 6]   ->   [1] [2] [3] [4] [5 6]
 
-    ``N`` ids of ``K`` keys are returned in ``ceil(N / K)`` bags per key. Those of batch sizes that
-    vary by key are as they were.
+    Batches whose size varies by key are returned unchanged.
     """
     num_keys, ids, stride = len(features.keys()), features.values(), features.stride()
     if ids.numel() == 0 or stride == 0 or features.variable_stride_per_key():
@@ -149,7 +148,7 @@ def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     bags = torch.arange(num_bags + (num_keys == 1), device=ids.device)
     offsets = bags
     if num_keys > 1:
-        ends = features.offsets()[::stride].long()  # [K + 1], of the keys
+        ends = features.offsets()[::stride].long()  # [K + 1], of keys
         begins = ends[:-1, None] + bags * ends.diff()[:, None] // num_bags
         offsets = torch.cat([begins.flatten(), ends[-1:]])
     return KeyedJaggedTensor(
@@ -158,5 +157,5 @@ def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         features.weights_or_none(),
         offsets=offsets,
         stride=num_bags,
-        length_per_key=features.length_per_key_or_none(),  # else it would be read from the device
+        length_per_key=features.length_per_key_or_none(),  # otherwise read from the device
     )
