@@ -143,7 +143,7 @@ class IdExchange:
     2. The first wait sends the ids and, of local histories, the position of each row in its history
        (in the example -2 for the 1 of sample ``a``), the lengths of samples and, if needed, ages
        and prior weights.
-    3. The second wait returns what this rank received, see :class:`Received`.
+    3. The second wait returns :class:`Received`.
 
     Each stage sends all features together. Owner ranks do not sort again.
 
@@ -214,7 +214,7 @@ class IdExchange:
     def _send_ids(self, ids: _SortedIds, received: Tensor, work: Any) -> Awaitable[Received]:
         """Wait for the sizes and start to send the ids."""
         work.wait()
-        # One copy to the host, of the numbers that were received and those that were sent.
+        # One copy to the host of all numbers, received and sent.
         numbers = iter(torch.cat([received, ids.block_counts]).tolist())
         counts_per_source, samples_per_rank = [], []
         for _ in range(self.group.size()):

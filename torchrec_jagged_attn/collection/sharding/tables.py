@@ -42,12 +42,11 @@ class HistoryFeature(NamedTuple):
 class HistoryTableConfig(EmbeddingConfig):
     """An EmbeddingConfig of a :class:`TargetAttentionEmbeddingBagCollection`.
 
-    Sharders and planners find it in ``EmbeddingCollection.embedding_configs()``. Names of features
-    are those of the collection's output.
+    Sharders and planners read it from ``EmbeddingCollection.embedding_configs()``.
 
     Args:
-        histories: the features that are histories, by name.
-        fixed_rows: names of the features with one row per sample or candidate.
+        histories: histories by their names in the output of the EmbeddingCollection.
+        fixed_rows: names in this output of features with one row per sample or candidate.
     """
 
     histories: dict[str, HistoryFeature] = field(default_factory=dict)

@@ -61,8 +61,8 @@ def prepare_lookups(lookups: list[nn.Module]) -> bool:
 
 
 def _is_in_distributed_model_parallel() -> bool:
-    """Return whether the running forward is that of a model in DistributedModelParallel, which sets
-    an attribute of the module in its DistributedDataParallel.
+    """Return whether a model in DistributedModelParallel runs its forward. Such a model has an
+    attribute that DistributedModelParallel sets in its DistributedDataParallel.
     """
     if torch.compiler.is_compiling():
         return False
