@@ -118,13 +118,13 @@ class TargetAttentionPooling(nn.Module):
             for table in tables
             for name in table.feature_names
         }
-        for config in attentions:
-            if config.history_codes is not None:
-                _check_is_new("history", config.histories[0], widths)
-                widths[config.histories[0]] = check_codes(config.history_codes, None)
         self._is_weighted, self._has_requests = is_weighted, bool(candidates)
         self._attentions = [_attention(config, tables, sources) for config in attentions]
         self._num_lookups = len(sequence_tables)
+        for attention in self._attentions:
+            if attention.num_bytes > 0:
+                _check_is_new("history", attention.keys[0], widths)
+                widths[attention.keys[0]] = attention.width
         for attention in self._attentions:
             if attention.user_key:
                 _check_is_new("user_embedding", attention.user_key, widths)

@@ -45,7 +45,7 @@ from torchrec_jagged_attn.collection.sharding.looked_up import (
     LookedUp,
     Padding,
     ReplicatedRows,
-    SentFeatures,
+    SendGroup,
     SentRows,
     block_sizes,
     local_capacity,
@@ -135,7 +135,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 for name, key in keys.items()
             ]
         self._exchange = IdExchange(features, self._group, self._device)
-        self._sent = [SentFeatures.create(x, rank, num_ranks) for x in self._exchange.groups]
+        self._send_groups = [SendGroup.create(x, rank, num_ranks) for x in self._exchange.groups]
         self._local_histories = [x for x in self._exchange.features if x.is_local]
         self._codecs = _sequence_codecs(self.qcomm_codecs_registry)
         self._orders: dict[tuple[str, ...], list[tuple[list[int], Tensor]]] = {}
@@ -216,7 +216,9 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         factor = 1 / self._env.world_size if get_gradient_division() else 1.0
         layout = _RowLayout(self._exchange.owned_features, received.counts_per_source, [*rows])
         divided = iter(_Divide.apply(layout, groups, factor, *rows.values()))
-        sent = [self._sent_rows(received, i, next(divided)) for i in range(len(self._sent))]
+        sent = [
+            self._rows_to_send(received, i, next(divided)) for i in range(len(self._send_groups))
+        ]
         histories = [
             LocalHistory(
                 feature,
@@ -244,16 +246,16 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             received.paddings is not None,
         )
 
-    def _sent_rows(self, received: Received, i: int, rows: Tensor) -> SentRows:
-        sent = self._sent[i]
-        names = [feature.name for feature in sent.features]
+    def _rows_to_send(self, received: Received, i: int, rows: Tensor) -> SentRows:
+        group = self._send_groups[i]
+        names = [feature.name for feature in group.features]
         recv_counts, send_counts = (
             [counts.get(name, 0) for counts in per_rank for name in names]
             for per_rank in (received.counts_per_owner, received.counts_per_source)
         )
         counts = [received.counts[name] for name in names]
         padding = received.paddings[i] if received.paddings else None
-        return SentRows(sent, rows, send_counts, recv_counts, received.orders[i], counts, padding)
+        return SentRows(group, rows, send_counts, recv_counts, received.orders[i], counts, padding)
 
     def sizes(
         self, ctx: EmbeddingCollectionContext, input: KJTList
@@ -264,10 +266,10 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         received = _received(input)
         names: list[str | None] = []
         counts: list[int] = []
-        for sent in self._sent:
-            names += sent.send_capacities + sent.recv_capacities
-            for per_rank in (received.counts_per_source, received.counts_per_owner):
-                counts += [x.get(feature.name, 0) for x in per_rank for feature in sent.features]
+        for i, group in enumerate(self._send_groups):
+            sent = self._rows_to_send(received, i, received.lengths)
+            names += group.send_capacities + group.recv_capacities
+            counts += sent.send_counts + sent.recv_counts
         for feature in self._exchange.features:
             names.append(feature.capacity)
             counts.append(received.counts[feature.name])
@@ -286,8 +288,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         """Return all tensors that :meth:`look_up` reads, if no table is replicated."""
         received = _received(input)
         tensors: dict[str, Tensor | Segments] = {"lengths": received.lengths}
-        for i in range(len(self._sent)):
-            sent = self._sent_rows(received, i, received.lengths)
+        for i in range(len(self._send_groups)):
+            sent = self._rows_to_send(received, i, received.lengths)
             tensors |= sent.order_tensors()
         for i, ids in received.ids.items():
             names, counts = self._id_segments(i, received)
@@ -323,14 +325,14 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 x.keys(), tensors[f"ids {i}"], offsets=offsets, stride=1, length_per_key=per_key
             )
         paddings = []
-        for i, sent in enumerate(self._sent):
-            counts = self._sent_rows(received, i, received.lengths).recv_counts
-            blocks = block_sizes(sent.recv_capacities, counts, capacities)
-            ends = tensors[f"{sent.name}: ends of rows received"]
-            paddings.append(Padding.create(ends, sent.recv_capacities, blocks))
+        for i, group in enumerate(self._send_groups):
+            counts = self._rows_to_send(received, i, received.lengths).recv_counts
+            blocks = block_sizes(group.recv_capacities, counts, capacities)
+            ends = tensors[f"{group.name}: ends of rows received"]
+            paddings.append(Padding.create(ends, group.recv_capacities, blocks))
             for j, size in enumerate(blocks):
-                feature = sent.features[j % len(sent.features)]
-                per_owner[j // len(sent.features)][feature.name] = size
+                feature = group.features[j % len(group.features)]
+                per_owner[j // len(group.features)][feature.name] = size
         return [
             Received(
                 tensors["lengths"],
@@ -338,7 +340,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                     feature.name: capacities(feature.capacity, received.counts[feature.name])
                     for feature in self._exchange.features
                 },
-                [tensors[f"{sent.name}: order"] for sent in self._sent],
+                [tensors[f"{group.name}: order"] for group in self._send_groups],
                 ids,
                 {x.name: static_local_ids(x, tensors) for x in self._local_histories},
                 per_owner,
@@ -389,9 +391,9 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         self, x: SentRows, lengths: dict[str, Tensor]
     ) -> Callable[[], dict[str, JaggedTensor]]:
         """Start to send rows. Returns a function that waits for the rows of this rank's samples."""
-        features = x.sent.features
+        features = x.group.features
         codecs = self._codecs if features[0].history is None else None
-        recv_splits, send_splits = map(x.sent.splits, (x.recv_counts, x.send_counts))
+        recv_splits, send_splits = map(x.group.splits, (x.recv_counts, x.send_counts))
         get_rows = start_exchange(x.rows, recv_splits, send_splits, self._group, codecs)
         order, padding = x.order, x.padding
         capacities = None
