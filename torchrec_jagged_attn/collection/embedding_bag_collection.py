@@ -344,6 +344,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         if not is_scripting():
             lookups = self._lookups()
             check_optimizers(self.pooling)
+            is_sharded = prepare_lookups(lookups)
             features = set_meta_lengths(features)
             _check_features(
                 features,
@@ -351,7 +352,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 self._others,
                 self._is_weighted,
                 self._weights_fp32,
-                prepare_lookups(lookups),
+                is_sharded,
             )
             keep_dtype = check_quantized(lookups)
         if self.history_truncation is not None:

@@ -127,15 +127,17 @@ class _Sizes(NamedTuple):
 class IdExchange:
     """Sends the ids of ``features`` to the owner ranks of their rows.
 
-    A source rank sorts the ids of all features by owner rank, feature and sample. Here, the rows of
-    one history are divided between two ranks::
+    A source rank sorts the ids of all features by owner rank, feature and sample. For one history,
+    whose table is divided between two ranks, and samples ``a`` to ``d``::
 
-        source rank 0      sorted by owner      owner rank 0: rows 0 to 4
-          a [7 1 8]          1 3 0 | 7 8          a [1]    b [3 0]  c [4]  d [2]
-          b [3 0]                    \\ /
-        source rank 1                / \\        owner rank 1: rows 5 to 9
-          c [4 9]            4 2 | 9 6            a [7 8]  b []     c [9]  d [6]
+        source rank 0    sorted by owner         owner rank 0, rows 0 to 4
+          a [7 1 8]        1 3 0 | 7 8     ->      a [1]    b [3 0]  c [4]  d [2]
+          b [3 0]
+        source rank 1                            owner rank 1, rows 5 to 9
+          c [4 9]          4 2 | 9 6       ->      a [7 8]  b []     c [9]  d [6]
           d [2 6]
+
+    Ids are sent as indices into the shard, such as 2 for the 7 of sample ``a``.
 
     Three stages, which a training pipeline runs in the steps before the lookups:
 

@@ -152,8 +152,9 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             )
         with torch.no_grad():
             ctx.input_features += [features.permute(*x) for x in self._orders_in(features)]
-            sizes: Any = self._exchange.send_sizes(features)
-        return KJTListSplitsAwaitable([sizes], ctx)
+            ids = self._exchange.send_sizes(features)
+        # Pipelines accept any object with ``record_stream`` in place of a KeyedJaggedTensor.
+        return KJTListSplitsAwaitable([ids], ctx)  # pyright: ignore[reportArgumentType]
 
     def _orders_in(self, features: KeyedJaggedTensor) -> list[tuple[list[int], Tensor]]:
         """Return the indices in the batch of the features of each replicated lookup."""
@@ -414,7 +415,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
 
 
 def _received(input: KJTList) -> Received:
-    """Return the result of :class:`IdExchange`, the only item of the result of the input dist."""
+    """Return the result of :class:`IdExchange` from the result of :meth:`input_dist`."""
     return input[0]  # pyright: ignore[reportReturnType]
 
 
