@@ -27,7 +27,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 # JaggedTargetAttention, its op and its collection: they take minutes there, and meet no kernel that
 # the others do not.
 OPERATIONS := $(addprefix tests/,attention flash_attention interaction selection target_attention runtime)
-NOT_OF_KERNELS := test_cpu test_extension test_multi_head test_registration
+NOT_OF_KERNELS := test_cpu test_extension test_registration
 KERNEL_TESTS := tests/kernels $(OPERATIONS) $(NOT_OF_KERNELS:%=--ignore-glob='*/%.py') \
 	tests/test_every_op.py tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
 

@@ -1,33 +1,33 @@
-"""Train one ranking model on parts of the events: by relevance, the newest, or any, and compare.
+"""Compare one ranking model trained on all events and on parts of them.
 
-    python benchmarks/event_selection.py                            # of synthetic events
+    python benchmarks/event_selection.py                            # synthetic events
     python benchmarks/event_selection.py --data data/ml-1m --csv event_selection.csv
 
-An example is an event that converted and the user's newest events before it, of which the model
-sees a part, the budget; beside it stands one with another item, drawn by popularity. A user's
-last event that converted is for the test, those before are for training. Events that are left out
-are never looked up: ``EventSelection`` removes them first.
+A positive example is an event that converted, with the user's newest events before it as history.
+Its negative example has another item, drawn by popularity. The last event of a user that converted
+is in the test set, earlier ones in the training set. ``EventSelection`` removes events from the
+histories before the lookups. The compared ways, each with a share of the events (budget):
 
     all         every event
-    boosted     every event, weighed by the probability to convert that ``relevance`` uses
-    relevance   those that are likeliest to convert, by dwell time and surface, as ``Relevance``
-                finds from the events of training
-    newest      the newest
-    random      any
+    boosted     every event, with its relevance as prior weight
+    relevance   the most relevant events: ``Relevance`` estimates the probability of conversion by
+                dwell time and surface from the events of the training set
+    newest      the newest events
+    random      random events
 
-Synthetic users follow a few kinds of items. Of their 200 events, three quarters are noise: of any
-kind, looked at shortly, and hardly ever converting, they tell nothing of what the user will take.
-How long events are looked at, and how many are noise, differs between surfaces. With --data, a
-folder of MovieLens-1M in GroupLens' form, an event is a rating. It converts with four stars or
-more. Its surface is the film's first genre. Its dwell time is the time to the user's next rating,
-which is all that this log has.
+Synthetic users follow a few kinds of items. Of their 200 events, three quarters are noise: items of
+any kind with short dwell times, which hardly ever convert and are independent of what the user
+likes. Dwell times and the share of noise depend on the surface. With --data, a folder of
+MovieLens-1M in GroupLens' format, an event is a rating, which converts with at least four stars.
+Its surface is the film's first genre. Its dwell time is the time to the user's next rating, because
+this data set has no dwell times.
 
-    ne          cross-entropy of the test's examples, in that of the base rate
-    auc         of all the test's examples
-    training    examples a second, of whole steps
-    inference   examples a second, without gradients
+    ne          normalized entropy: cross-entropy of the test set over that of the base rate
+    auc         area under the ROC curve of the test set
+    training    examples per second, of whole training steps
+    inference   examples per second, without gradients
 
-Finished trainings are written to --csv at once; those that are in it are not run again.
+Each result is written to --csv at once; runs that the file already has are skipped.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ WAYS = ("relevance", "newest", "random")
 HISTORY = ["history", "surface", "dwell"]
 KEY = ["data", "users", "events", "noise", "max_history", "width", "epochs", "batch_size", "lr",
        "way", "budget", "seed"]  # fmt: skip
-"""What tells a training from others."""
+"""Columns that identify a run."""
 FIGURES = ["ne", "auc", "training, samples/s", "inference, samples/s"]
 EVENTS, NOISE = 200, 0.75
-"""Of each synthetic user, and the share of them that is noise."""
+"""Number of events per synthetic user, and the share of noise."""
 KINDS, ITEMS_PER_KIND, SURFACES = 20, 20, 4
 BUDGETS = (1.0, 0.5, 0.25, 0.125)
 WIDTH, BATCH, LR = 32, 512, 5e-3
@@ -91,18 +91,18 @@ class EventLog:
     converted: np.ndarray
 
 
-def make_up(users: int, events: int = EVENTS, noise: float = NOISE) -> EventLog:
-    """Users with three interests each, and events that have nothing to do with these."""
+def synthetic_log(users: int, events: int = EVENTS, noise: float = NOISE) -> EventLog:
+    """Events of synthetic users with three interests each, and noise."""
     rng = np.random.default_rng(0)
     shape = (users, events)
     interests = rng.integers(KINDS, size=(users, 3))
     surface = rng.integers(SURFACES, size=shape)
-    # From one surface to the next, noise is more likely, and all is looked at longer.
+    # Surfaces differ: both the share of noise and dwell times grow with the number of the surface.
     step = np.linspace(-1, 1, SURFACES)
     chance = np.clip(noise + 0.15 * step, 0, 1)[surface]
     is_noise = rng.random(shape) < chance
-    of_interest = np.take_along_axis(interests, rng.integers(3, size=shape), 1)
-    kind = np.where(is_noise, rng.integers(KINDS, size=shape), of_interest)
+    liked_kind = np.take_along_axis(interests, rng.integers(3, size=shape), 1)
+    kind = np.where(is_noise, rng.integers(KINDS, size=shape), liked_kind)
     typical = np.where(is_noise, 4.0, 40.0) * 2.0 ** step[surface]
     dwell = np.exp(np.log(typical) + 0.8 * rng.standard_normal(shape))
     return EventLog(
@@ -115,7 +115,7 @@ def make_up(users: int, events: int = EVENTS, noise: float = NOISE) -> EventLog:
 
 
 def read_movielens(folder: Path, users: int | None = None) -> EventLog:
-    """Ratings of so many users with the lowest ids, or of all."""
+    """Read the ratings of the ``users`` with the lowest ids, by default of all users."""
     log = movielens.read_movielens(folder)
     genres = np.array([genres.partition("|")[0] for genres in movielens.read_films(folder)[1]])
     kept = log.user < (users or len(log.user))
@@ -129,23 +129,24 @@ def read_movielens(folder: Path, users: int | None = None) -> EventLog:
 
 
 class Examples:
-    """A log on a device, whose events that converted are examples.
+    """Training and test examples of a log, one for each event that converted and has a history.
 
     Args:
         log: the events.
-        max_history: newest events that an example may see.
-        device: of all tensors.
-        seed: of negatives and order.
+        max_history: maximum number of events in a history, the newest ones.
+        device: device of the batches.
+        seed: seed of negatives and order.
 
     Attributes:
-        train, test: ``[M]`` places of events, which have one before them.
+        train, test: ``[M]`` rows of the log.
+        in_training: ``[N]`` bool: whether an event is before its user's test example.
     """
 
     def __init__(self, log: EventLog, max_history: int, device: str, seed: int) -> None:
         self.device, self.generator = device, torch.Generator().manual_seed(seed)
         starts = np.searchsorted(log.user, log.user)
-        place = np.arange(len(log.user))
-        positive = np.flatnonzero(log.converted & (place > starts))
+        row = np.arange(len(log.user))
+        positive = np.flatnonzero(log.converted & (row > starts))
         if not len(positive):
             raise DataError("no event that converted has another before it")
         is_last = np.append(np.diff(log.user[positive]) != 0, True)
@@ -153,54 +154,53 @@ class Examples:
         self.test = torch.from_numpy(positive[is_last])
         if not len(self.train):
             raise DataError("no user has two events that converted, to train and to test on")
-        self.lengths = torch.from_numpy(np.minimum(place - starts, max_history))
+        self.lengths = torch.from_numpy(np.minimum(row - starts, max_history))
         self.item, self.surface, self.dwell = (
             torch.from_numpy(x) for x in (log.item, log.surface, log.dwell)
         )
         self.converted = torch.from_numpy(log.converted)
         self.num_items, self.num_surfaces = (int(x.max()) + 1 for x in (log.item, log.surface))
-        # Of each user, events of training come before the last one that converted.
         last = np.full(int(log.user.max()) + 1, -1)
         last[log.user[positive[is_last]]] = positive[is_last]
-        self.of_training = torch.from_numpy(place < last[log.user])
+        self.in_training = torch.from_numpy(row < last[log.user])
 
     def relevance(self) -> Relevance:
-        """Fitted to the events of training."""
+        """Fit the relevance to the events of the training set."""
         relevance = Relevance(self.num_surfaces, max_dwell=LONGEST_DWELL)
-        own = self.of_training
-        relevance.update(self.dwell[own], self.surface[own], self.converted[own])
+        rows = self.in_training
+        relevance.update(self.dwell[rows], self.surface[rows], self.converted[rows])
         relevance.fit()
         return relevance.to(self.device)
 
     def batches(
-        self, places: Tensor, size: int, *, shuffled: bool
+        self, rows: Tensor, size: int, *, shuffled: bool
     ) -> Iterator[tuple[KeyedJaggedTensor, Tensor]]:
-        """Features and labels, a negative beside each event; what fills no batch comes last."""
+        """Yield features and labels, a negative for each positive example."""
         if shuffled:
-            places = places[torch.randperm(len(places), generator=self.generator)]
-        for part in places.split(size // 2):
-            drawn = torch.randint(len(self.item), (len(part),), generator=self.generator)
-            items = torch.cat([self.item[part], self.item[drawn]])
+            rows = rows[torch.randperm(len(rows), generator=self.generator)]
+        for positives in rows.split(size // 2):
+            drawn = torch.randint(len(self.item), (len(positives),), generator=self.generator)
+            items = torch.cat([self.item[positives], self.item[drawn]])
             yield (
-                self._features(items, part.repeat(2)),
-                (torch.arange(len(items)) < len(part)).to(self.device, torch.float32),
+                self._features(items, positives.repeat(2)),
+                (torch.arange(len(items)) < len(positives)).to(self.device, torch.float32),
             )
 
-    def _features(self, items: Tensor, places: Tensor) -> KeyedJaggedTensor:
-        lengths = self.lengths[places]
+    def _features(self, items: Tensor, examples: Tensor) -> KeyedJaggedTensor:
+        lengths = self.lengths[examples]
         rows = torch.arange(int(lengths.sum()))
-        rows += torch.repeat_interleave(places - lengths.cumsum(0), lengths)
-        of_events = [x[rows] for x in (self.item, self.surface, self.dwell)]
+        rows += torch.repeat_interleave(examples - lengths.cumsum(0), lengths)
+        events = [x[rows] for x in (self.item, self.surface, self.dwell)]
         return KeyedJaggedTensor(
             ["item", *HISTORY],
-            torch.cat([items, *of_events]),
+            torch.cat([items, *events]),
             lengths=torch.cat([torch.ones_like(lengths), *[lengths] * len(HISTORY)]),
             length_per_key=[len(items), *[len(rows)] * len(HISTORY)],
         ).to(self.device)
 
 
-def reduced(way: str, budget: float, relevance: Relevance) -> nn.Module:
-    """What makes of features what a model sees of them."""
+def make_selection(way: str, budget: float, relevance: Relevance) -> nn.Module:
+    """Return the module that selects or boosts the events of a batch."""
     by_relevance = ByRelevance(relevance, "dwell", "surface")
     if way == "all":
         return nn.Identity()
@@ -210,7 +210,7 @@ def reduced(way: str, budget: float, relevance: Relevance) -> nn.Module:
 
 
 class Ranker(nn.Module):
-    """Attention of the candidate to events as they are selected or boosted, and two layers."""
+    """Attention of the candidate to selected or boosted events, and a network of two layers."""
 
     def __init__(self, num_items: int, width: int, selection: nn.Module, device: str) -> None:
         super().__init__()
@@ -241,12 +241,12 @@ class Ranker(nn.Module):
 
 @torch.no_grad()
 def evaluate(model: Ranker, examples: Examples, size: int) -> tuple[float, float]:
-    """NE and AUC of the test."""
+    """Return NE and AUC of the test set."""
     logits, labels = [], []
     examples.generator.manual_seed(1)  # the same negatives for all
-    for features, of_batch in examples.batches(examples.test, size, shuffled=False):
+    for features, batch_labels in examples.batches(examples.test, size, shuffled=False):
         logits.append(model(features))
-        labels.append(of_batch)
+        labels.append(batch_labels)
     auc, ne = rate(torch.cat(logits), torch.cat(labels))
     return ne, auc
 
@@ -256,7 +256,7 @@ def examples_per_second(
     batches: list[tuple[KeyedJaggedTensor, Tensor]],
     seconds: float,
 ) -> float:
-    """How many examples ``call`` takes in a second, of batches that are there."""
+    """Return the number of examples per second of ``call``, with batches in memory."""
 
     def wait() -> None:
         if torch.cuda.is_available():
@@ -275,12 +275,12 @@ def examples_per_second(
 
 
 def compare(log: EventLog, args: argparse.Namespace, device: str) -> Iterator[dict[str, object]]:
-    """A line of the table for each seed, way and budget."""
+    """Yield one line of results for each seed, way and budget."""
     examples = Examples(log, args.max_history, device, seed=0)
     relevance = examples.relevance()
     runs = [("all", 1.0), ("boosted", 1.0)] if 1.0 in BUDGETS else []
     runs += [(way, budget) for budget in BUDGETS if budget < 1 for way in WAYS]
-    of_log = [
+    data = [
         "synthetic" if args.data is None else args.data.name,
         int(log.user[-1]) + 1,
         len(log.user),
@@ -291,9 +291,11 @@ def compare(log: EventLog, args: argparse.Namespace, device: str) -> Iterator[di
     done = {tuple(line[name] for name in KEY): line for line in done}
     for seed in range(args.seeds):
         for way, budget in runs:
-            key = (*of_log, *settings, way, budget, seed)
+            key = (*data, *settings, way, budget, seed)
             if key not in done:
-                figures = train(examples, reduced(way, budget, relevance), args, device, seed)
+                figures = train(
+                    examples, make_selection(way, budget, relevance), args, device, seed
+                )
                 line = dict(zip(KEY, key, strict=True)) | dict(zip(FIGURES, figures, strict=True))
                 done[key] = quality.append(args.csv, line, device)
             yield done[key]
@@ -302,7 +304,7 @@ def compare(log: EventLog, args: argparse.Namespace, device: str) -> Iterator[di
 def train(
     examples: Examples, selection: nn.Module, args: argparse.Namespace, device: str, seed: int
 ) -> tuple[float, float, float, float]:
-    """NE, AUC and rates of a model that sees what ``selection`` leaves; NaN for no rates."""
+    """Train a model after ``selection``; return NE, AUC and rates, NaN without --seconds."""
     torch.manual_seed(seed)
     examples.generator.manual_seed(seed + 2)
     model = Ranker(examples.num_items, WIDTH, selection, device)
@@ -326,7 +328,7 @@ def train(
 
 
 def table_of(lines: pd.DataFrame) -> str:
-    """Means over seeds, the deviation of NE, and rates also in those of all events."""
+    """Return means over seeds, the deviation of NE, and rates relative to all events."""
     by_run = lines.groupby(["way", "budget"], sort=False)
     table = by_run[FIGURES].mean()
     table.insert(1, "±", by_run["ne"].std())
@@ -342,13 +344,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add, count = parser.add_argument, number(int, 1, 10**7)
     add("--data", type=Path, help="a folder of MovieLens-1M")
-    add("--users", type=count, help="of the lowest ids; without --data, 1000")
-    add("--max-history", type=count, default=200, help="newest events to select from")
+    add("--users", type=count, help="number of users, with the lowest ids; without --data, 1000")
+    add(
+        "--max-history", type=count, default=200, help="number of events to select from, the newest"
+    )
     add("--epochs", type=count, default=10)
     add("--seeds", type=count, default=3)
     add("--seconds", type=number(float, 0, 3600), default=2,
-        help="for which a rate is taken; 0 for no rates")  # fmt: skip
-    add("--csv", type=writable_file, help="of all trainings; those in it are not run again")
+        help="duration of a rate measurement; 0 to skip it")  # fmt: skip
+    add("--csv", type=writable_file, help="file of all results; runs in it are skipped")
     return parser.parse_args(argv)
 
 
@@ -357,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         if args.data is None:
-            log = make_up(args.users or 1000, EVENTS, NOISE)
+            log = synthetic_log(args.users or 1000, EVENTS, NOISE)
         else:
             log = read_movielens(args.data, args.users)
         lines = pd.DataFrame(list(compare(log, args, device)))

@@ -30,8 +30,7 @@ import plots
 from figures import RESULTS, Figures, files_of, parsed, shown
 from specs import TABLES, Table
 
-from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
-from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments, ProjectionWeights
+from torchrec_jagged_attn.modules.projections import is_materialized
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
@@ -151,39 +150,31 @@ def variants_table(module: str) -> str:
 
 
 def crossover_table() -> str:
-    """From how many targets on ``"auto"`` makes keys and values, and the constants it uses."""
-    op = multi_head_target_attention
+    """From how many targets on keys and values are materialized by default."""
     rows = []
-    for label, (kind, dtype) in CROSSOVERS.items():
-        key = kind, dtype.itemsize
-        cells = [f"{op.FLOPS_PER_ELEMENT[key]}", f"{op.FLOPS_OF_ABSORBED[key]}"]
+    for label, (device, dtype) in CROSSOVERS.items():
+        cells = []
         for projected in (True, False):
             least = [
-                least_materialized(kind, dtype, heads, projected=projected) for heads in (2, 4, 8)
+                least_materialized(device, dtype, heads, projected=projected) for heads in (2, 4, 8)
             ]
             cells.append(", ".join(map(str, least)))
         rows.append(" | ".join([label, *cells]))
-    heads = ["on", "`f`", "`a`", "from `T` on, with a value projection", "without"]
-    return _markdown(heads, rows, [])
+    return _markdown(["on", "from `T` on, with a value projection", "without"], rows, [])
 
 
-def least_materialized(kind: str, dtype: torch.dtype, num_heads: int, *, projected: bool) -> int:
-    """The least number of targets a sample of which keys and values are made, of width 128."""
+def least_materialized(device: str, dtype: torch.dtype, num_heads: int, *, projected: bool) -> int:
+    """The least number of targets per sample with materialized keys and values, of width 128."""
     with FakeTensorMode():
-        weight = torch.empty(128, 128)
-        out_weight = weight if projected else None
-        args = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
-            history=torch.empty(1, 128, device=kind, dtype=dtype), num_heads=num_heads,
-            weights=ProjectionWeights(weight, None, None, None, out_weight, None),
-            keys_and_values="auto", score="softmax",
-        )  # fmt: skip
-        return next(
-            targets
-            for targets in itertools.count(1)
-            if multi_head_target_attention.is_materialized(
-                args._replace(target=torch.empty(1, targets, 128, device=kind, dtype=dtype))
-            )
+        history = torch.empty(1, 128, device=device, dtype=dtype)
+        offsets = torch.empty(2, device=device, dtype=torch.int64)
+    return next(
+        targets
+        for targets in itertools.count(1)
+        if is_materialized(
+            [1, targets], history, offsets, False, 128, num_heads, projected, "softmax", 0, "auto"
         )
+    )
 
 
 def table_of(name: str) -> str:

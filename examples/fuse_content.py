@@ -1,13 +1,13 @@
-"""Learns semantic ids of the films of MovieLens-1M from their content, and evaluates them.
+"""Learn semantic ids of the films of MovieLens-1M from their content, and evaluate them.
 
     python examples/fuse_content.py --data data/ml-1m --download
     python examples/fuse_content.py --data data/ml-1m --bytes 4
 
-A film has three embeddings: the hashed words of its title, its genres, and which films its viewers
-rated before and after it, in the first nine tenths of the time. VQFusion encodes them together
-as codes of three levels, five to a byte, from which it reconstructs the embeddings and predicts the
-combination of genres and the decade. Codes and model are saved for histories of codes, see
-`history_codes` of TargetAttentionConfig.
+A film has three embeddings: the hashed words of its title, its genres, and co-ratings, the films
+that its viewers rated immediately before and after it, in the training split. VQFusion encodes them
+together as codes of three levels, five per byte, from which it reconstructs the embeddings and
+predicts the combination of genres and the decade. Codes and model are saved for `history_codes` of
+TargetAttentionConfig.
 """
 # ruff: noqa: E402
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from options import HelpFormatter, end_on_ctrl_c, number, writable_file
 
 HASHES = 64
-"""Columns of the embeddings of titles, and of neighbours."""
+"""Width of the embeddings of titles and of co-ratings."""
 SHOWN = ("Toy Story (1995)", "Alien (1979)", "Casablanca (1942)")
 
 
@@ -32,13 +32,15 @@ def parse_args() -> argparse.Namespace:
     # fmt: off
     parser.add_argument("--data", type=Path, required=True, help="folder of MovieLens-1M")
     parser.add_argument("--download", action="store_true", help="fetch MovieLens-1M into --data")
-    parser.add_argument("--bytes", type=number(int, 1, 512), default=8, help="of a film's code")
-    parser.add_argument("--width", type=number(int, 1, 4096), default=64, help="of the latents")
+    parser.add_argument("--bytes", type=number(int, 1, 512), default=8, help="per film")
+    parser.add_argument("--width", type=number(int, 1, 4096), default=64,
+                        help="width of the latents")
     parser.add_argument("--steps", type=number(int, 1, 10**6), default=300,
-                        help="over all films, before latents are quantized, and as many after")
-    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="of the weights")
+                        help="full-batch steps, before and after latents are quantized each")
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0,
+                        help="seed of the weights")
     parser.add_argument("--out", type=writable_file, default="runs/fuse_content/codes.pt",
-                        help="file of codes and model")
+                        help="output file of codes and model")
     # fmt: on
     return parser.parse_args()
 
@@ -60,7 +62,7 @@ from torchrec_jagged_attn.semantic_ids import VQFusion
 
 
 def hashed_titles(titles: Sequence[str]) -> Tensor:
-    """``[F, HASHES]``: a word adds one or minus one to the column of its hash."""
+    """Hash titles to ``[F, HASHES]``: a word adds 1 or -1 to the column of its hash."""
     rows = torch.zeros(len(titles), HASHES)
     for row, title in zip(rows, titles, strict=True):
         for word in re.findall(r"[a-z0-9]+", title.lower()):
@@ -70,31 +72,31 @@ def hashed_titles(titles: Sequence[str]) -> Tensor:
 
 
 def genre_columns(genres: Sequence[str]) -> Tensor:
-    """``[F, G]``: ones for the genres of each film, such as `Comedy|Drama`."""
-    kinds = sorted({kind for combined in genres for kind in combined.split("|")})
-    return torch.tensor([[float(kind in x.split("|")) for kind in kinds] for x in genres])
+    """Multi-hot genres ``[F, G]`` of films with genres such as `Comedy|Drama`."""
+    names = sorted({name for combined in genres for name in combined.split("|")})
+    return torch.tensor([[float(name in x.split("|")) for name in names] for x in genres])
 
 
-def neighbours(before: Tensor, after: Tensor, num_films: int) -> Tensor:
-    """``[F, HASHES]``: factors of the positive pointwise mutual information of pairs of films.
+def co_rating_factors(before: Tensor, after: Tensor, num_films: int) -> Tensor:
+    """Factorize the positive pointwise mutual information of co-rated films: ``[F, HASHES]``.
 
     Args:
-        before, after: ``[P]``, the films of each pair that a user rated one after the other.
+        before, after: ``[P]``, pairs of films that a user rated one after the other.
         num_films: ``F``.
     """
-    pairs = torch.zeros(num_films, num_films, device=before.device)
-    pairs.index_put_((before, after), torch.ones_like(before, dtype=torch.float32), True)
-    pairs += pairs.T.clone()
-    ends = pairs.sum(1)
-    chance = torch.outer(ends, ends) / ends.sum()
-    information = torch.where(pairs > 0, torch.log(pairs / chance), 0).clamp(min=0)
+    counts = torch.zeros(num_films, num_films, device=before.device)
+    counts.index_put_((before, after), torch.ones_like(before, dtype=torch.float32), True)
+    counts += counts.T.clone()
+    totals = counts.sum(1)
+    expected = torch.outer(totals, totals) / totals.sum()
+    information = torch.where(counts > 0, torch.log(counts / expected), 0).clamp(min=0)
     torch.manual_seed(0)
     left, values, _ = torch.svd_lowrank(information, HASHES)
     return left * values.sqrt()
 
 
-def labels_of(titles: Sequence[str], genres: Sequence[str]) -> dict[str, Tensor]:
-    """``[F]`` classes: the combination of genres, and the decade at the end of the title."""
+def make_labels(titles: Sequence[str], genres: Sequence[str]) -> dict[str, Tensor]:
+    """Classes ``[F]``: the combination of genres, and the decade at the end of the title."""
     years = [re.search(r"\((\d{4})\)\s*$", title) for title in titles]
     decades = [int(year[1]) // 10 if year else 0 for year in years]
     return {
@@ -112,7 +114,7 @@ def fuse(
     steps: int,
     seed: int = 0,
 ) -> VQFusion:
-    """A model of all films, trained as many steps without codes as with them."""
+    """Train a model on all films, ``steps`` without quantization and ``steps`` with it."""
     torch.manual_seed(seed)
     fusion = VQFusion(
         {name: x.shape[1] for name, x in embeddings.items()},
@@ -139,26 +141,26 @@ def show(
     labels: Mapping[str, Tensor],
     titles: Sequence[str],
 ) -> None:
-    """Shows the errors of embeddings and labels, and films with similar codes."""
+    """Print reconstruction and accuracy from codes, and films with similar codes."""
     rows = fusion.pca.decode(fusion.encode(embeddings))
     console = Console()
-    kept = Table("of a film", title="What codes keep")
-    kept.add_column("cosine", justify="right")
-    kept.add_column("right", justify="right")
-    for decoder, (name, given) in zip(fusion.decoders, embeddings.items(), strict=True):
-        kept.add_row(name, f"{F.cosine_similarity(decoder(rows), given).mean():.3f}", "")
+    metrics = Table("decoded", title="Decoded from codes")
+    metrics.add_column("cosine similarity", justify="right")
+    metrics.add_column("accuracy", justify="right")
+    for decoder, (name, x) in zip(fusion.decoders, embeddings.items(), strict=True):
+        metrics.add_row(name, f"{F.cosine_similarity(decoder(rows), x).mean():.3f}", "")
     for head, (name, label) in zip(fusion.heads, labels.items(), strict=True):
-        right = (head(rows).argmax(1) == label).double().mean()
-        kept.add_row(name, "", f"{right:.1%}")
-    console.print(kept)
-    alike = Table("film", "nearest, by codes")
+        accuracy = (head(rows).argmax(1) == label).double().mean()
+        metrics.add_row(name, "", f"{accuracy:.1%}")
+    console.print(metrics)
+    similar = Table("film", "nearest by codes")
     unit = F.normalize(rows - fusion.pca.mean)
     for title in (title for title in SHOWN if title in titles):
         at = titles.index(title)
         nearest = (unit @ unit[at]).topk(min(4, len(titles))).indices.tolist()
-        alike.add_row(title, ", ".join(titles[i] for i in nearest if i != at))
-    if alike.row_count:
-        console.print(alike)
+        similar.add_row(title, ", ".join(titles[i] for i in nearest if i != at))
+    if similar.row_count:
+        console.print(similar)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -171,11 +173,11 @@ def main(args: argparse.Namespace) -> None:
     embeddings = {
         "title": hashed_titles(titles),
         "genres": genre_columns(genres),
-        "neighbours": neighbours(
+        "co-ratings": co_rating_factors(
             torch.from_numpy(log.item[pairs - 1]), torch.from_numpy(log.item[pairs]), len(titles)
         ),
     }
-    labels = labels_of(titles, genres)
+    labels = make_labels(titles, genres)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     embeddings = {name: x.to(device) for name, x in embeddings.items()}
     labels = {name: x.to(device) for name, x in labels.items()}

@@ -1,4 +1,4 @@
-"""A model of a part of its users' events: the most relevant, the newest, or random ones."""
+"""Train a DLRM on a share of each user's events: the most relevant, the newest, or random ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ HISTORY = ["item_history", "category_history", "dwell_history"]
 
 
 class ShareOfHistory(nn.Module):
-    """The budget of each user: a part of the history, at least one event of it.
+    """Returns the budget of each user, a share of the history, rounded up.
 
     Args:
-        key: of a feature of the events.
-        budget: the part, over 0 and at most 1.
+        key: key of a feature of the events.
+        budget: the share, above 0 and at most 1.
     """
 
     def __init__(self, key: str, budget: float) -> None:
@@ -33,12 +33,12 @@ class ShareOfHistory(nn.Module):
 
 
 class ByRelevance(nn.Module):
-    """How likely each event converts.
+    """Returns the probability that each event converts.
 
     Args:
-        relevance: fitted.
-        dwell: key of the events' dwell times.
-        surface: key of where they were.
+        relevance: a fitted module.
+        dwell: key of the dwell times.
+        surface: key of the surfaces.
     """
 
     def __init__(self, relevance: Relevance, dwell: str, surface: str) -> None:
@@ -50,7 +50,7 @@ class ByRelevance(nn.Module):
 
 
 class AtRandom(nn.Module):
-    """A random score for each event."""
+    """Returns a random score for each event."""
 
     def __init__(self, key: str) -> None:
         super().__init__()
@@ -62,15 +62,15 @@ class AtRandom(nn.Module):
 
 
 def selection_of(way: str, budget: float, keys: list[str], relevance: ByRelevance) -> nn.Module:
-    """Keeps a part of each user's events by `way`: "relevance", "newest" or "random"."""
+    """Return a module that keeps a share of each user's events, by relevance, age or at random."""
     scores = {"relevance": relevance, "newest": None, "random": AtRandom(keys[0])}[way]
     return EventSelection(keys, ShareOfHistory(keys[0], budget), scores=scores)
 
 
 def fit_relevance(events: Events) -> ByRelevance:
-    """Fits the relevance of all events in training time; surfaces are categories of items.
+    """Fit the relevance of all events in training time; surfaces are categories of items.
 
-    Each rank counts a share of them, and all get the same coefficients.
+    Each rank counts a share of the events, and all ranks get the same coefficients.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     log, rows = events.log, events.rows_of_training[rank::world_size]
@@ -83,11 +83,11 @@ def fit_relevance(events: Events) -> ByRelevance:
 
 
 class SelectingTrain(DLRMTrain):
-    """Trains a DLRM on the events that a module keeps; others are removed before the lookups.
+    """Trains a DLRM on the events that a module keeps; other events are removed before the lookups.
 
     Args:
-        train: whose DLRM is trained.
-        selection: from the features of a batch to those that are kept.
+        train: the DLRM and its loss.
+        selection: a module that takes and returns the features of a batch.
     """
 
     def __init__(self, train: DLRMTrain, selection: nn.Module) -> None:

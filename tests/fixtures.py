@@ -19,14 +19,14 @@ from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.processes import fork_server, start_method
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 from torchrec_jagged_attn.runtime.kernels import tile_list
-from torchrec_jagged_attn.target_attention.kernels import attention, projections
+from torchrec_jagged_attn.target_attention.kernels import attention
 
 if knobs.runtime.interpret:
     quick_interpreter.install()
     # It takes as long for what a block has beyond the last sample; and few samples fill these.
     tile_list.SCAN = 256
     # Fewer programs: those of a class of lengths go through all samples, and others just add up.
-    tile_list.CLASSES, attention.SUMMED_COLUMNS, projections.SUMMED_ELEMENTS = 4, 64, 1024
+    tile_list.CLASSES, attention.SUMMED_COLUMNS = 4, 64
 
 # MKL may round a product by where its operands lie in memory, unless it is told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO")

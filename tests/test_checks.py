@@ -31,7 +31,7 @@ CALLS = {
     "flash": functools.partial(package.jagged_flash_attention, HEADS, HEADS, HEADS, OFFSETS),
     "pairs": functools.partial(ops.jagged_jagged_bmm_jagged_out, ROWS, ROWS, OFFSETS),
     "array": functools.partial(ops.array_jagged_bmm_jagged_out, PAIRS, ROWS, OFFSETS),
-    "select": functools.partial(ops.select_rows, OFFSETS, num_rows=9),
+    "select": functools.partial(events.select_events, HISTORY, keep=2),
     "layout": functools.partial(ops.JaggedLayout, OFFSETS),
     "of lengths": functools.partial(ops.JaggedLayout.from_lengths, OFFSETS.diff()),
     "target module": functools.partial(package.JaggedTargetAttention, 8),
@@ -46,12 +46,8 @@ CALLS = {
         [TABLE],
         package.TargetAttentionConfig("item", "hist"),
     ),
-    "event feature": functools.partial(events.EventBasedFeature, [TABLE], out_dim=8),
     "relevance": functools.partial(events.Relevance, num_surfaces=2),
     "information": events.Relevance(num_surfaces=2).mutual_information,
-    "ranks": functools.partial(
-        events.rank_attributes, torch.eye(3).int(), torch.tensor([False, True, True])
-    ),
     "codes": functools.partial(semantic_ids.PackedCodes, num_codes=2),
     "pca": functools.partial(semantic_ids.DiscretePCA, embed_dim=4, num_codes=2),
     "fusion": functools.partial(semantic_ids.VQFusion, {"a": 8}, latent_dim=4, num_codes=2),
@@ -63,7 +59,6 @@ INTEGERS = {  # the least that is taken
     ("pairs", "total"): 0,
     ("array", "num_rows"): 0,
     ("select", "keep"): 0,
-    ("select", "num_rows"): 0,
     ("select", "capacity"): 0,
     ("layout", "num_rows"): 0,
     ("of lengths", "num_rows"): 0,
@@ -79,17 +74,14 @@ INTEGERS = {  # the least that is taken
     ("config", "max_history"): 1,
     ("encoder", "num_layers"): 1,
     ("encoder", "window"): 1,
-    ("event feature", "out_dim"): 1,
     ("relevance", "num_surfaces"): 1,
     ("relevance", "num_bins"): 1,
     ("information", "num_bins"): 1,
-    ("ranks", "count"): 1,
     ("codes", "num_codes"): 1,
     ("codes", "num_levels"): 0,
     ("pca", "embed_dim"): 1,
     ("pca", "num_codes"): 1,
     ("pca", "num_levels"): 0,
-    ("pca", "num_sweeps"): 0,
     ("fusion", "latent_dim"): 1,
     ("fusion", "hidden_dim"): 1,
     ("fusion", "num_codes"): 1,
@@ -114,7 +106,7 @@ FLAGS = [
     *(("config", "recency_bias"), ("config", "value_projection")),
     *(("encoder", "causal"), ("encoder", "user_embedding")),
     *(("collection", "is_weighted"), ("collection", "single_lookup")),
-    *(("event feature", "is_weighted"), ("pca", "trainable"), ("sampler", "drop_last")),
+    *(("pca", "trainable"), ("sampler", "drop_last")),
 ]
 
 
@@ -183,7 +175,6 @@ def segment(**options):
         (lambda x: segment(gap=x), "gap"),
         (lambda x: events.boost_weights(PAIRS, strength=x), "strength"),
         (lambda x: events.Relevance(2, prior=x), "prior"),
-        (lambda x: events.TimeEncoding((x,)), "periods"),
     ],
 )
 def test_what_no_float_holds_is_refused(call, name):
@@ -211,7 +202,6 @@ def test_numbers_are_those_of_python():
     [
         (lambda x: package.jagged_target_attention(QUERY, x, OFFSETS), "history"),
         (lambda x: package.jagged_dense_bmm(x, torch.zeros(3, 8, 2), OFFSETS), "x"),
-        (lambda x: ops.take_rows(x, ops.select_rows(OFFSETS, num_rows=9, keep=1)), "x"),
     ],
 )
 def test_tensors_have_strides(call, name):
@@ -249,7 +239,6 @@ def test_devices_and_dtypes_are_named(make):
         (package.embedding_parameters, "module"),
         (lambda x: package.rename_keys(x, {"a": "b"}), "state"),
         (lambda x: package.rename_keys({"a": 1}, x), "names"),
-        (lambda x: events.EventBasedFeature([x], 8), "tables"),
         (lambda x: semantic_ids.VQFusion({"a": 8}, x, latent_dim=4, num_codes=2), "labels"),
         (semantic_ids.VQFusion({"a": 8}, latent_dim=4, num_codes=2).fit, "batches"),
         (lambda x: package.jagged_flash_attention(HEADS, HEADS, HEADS, x), "q_offsets"),

@@ -4,9 +4,7 @@ import logging
 
 import pytest
 import torch
-from torchrec import JaggedTensor
 
-from tests.modules.target_attention_inputs import make_module
 from torchrec_jagged_attn.runtime import dispatch
 from torchrec_jagged_attn.runtime.dispatch import (
     Choice,
@@ -90,26 +88,3 @@ def test_a_line_is_said_once_whichever_logger_has_a_handler(of, monkeypatch, cap
     log_choice("forward", Choice("general", ()))
     said = capsys.readouterr()
     assert (said.out + said.err).count("general takes forward") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"keys_and_values": "materialized"}, "materialized takes JaggedTargetAttention"),
-        ({"keys_and_values": "absorbed"}, "absorbed takes JaggedTargetAttention; not materialized"),
-        ({}, "absorbed takes JaggedTargetAttention; not materialized: needs targets enough"),
-    ],
-    ids=["materialized", "absorbed", "auto"],
-)
-def test_the_module_logs_whether_it_makes_keys(options, said, monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "LOG", True)
-    monkeypatch.setattr(dispatch, "_logged", set())
-    caplog.set_level(logging.INFO)
-    module = make_module(8, 2, **options)
-    module(torch.randn(2, 8), JaggedTensor(torch.randn(3, 8), lengths=torch.tensor([1, 2])))
-    own = [record.getMessage() for record in caplog.records if record.name == dispatch.PACKAGE]
-    found = [message.split(": ", 1)[1] for message in own]
-    assert found[0].startswith(said)
-    of_products = [one for one in found if "products of heads" in one]
-    assert len(of_products) == found[0].startswith("absorbed")
-    assert all(("not kernels: needs" in one) == one.startswith("pytorch") for one in of_products)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.runs import assert_same_run
 from torchrec_jagged_attn import ops
-from torchrec_jagged_attn.ops import array_jagged_bmm_jagged_out, select_rows, take_rows
+from torchrec_jagged_attn.ops import array_jagged_bmm_jagged_out
 
 LENGTHS = [3, 0, 5, 4]
 OTHER_LENGTHS = [4, 2, 0, 6]
@@ -38,10 +38,6 @@ class Op:
 
     def function(self, name: str) -> Callable:
         return getattr(ops, self.name or name)
-
-
-def take(x, offsets):
-    return take_rows(x, select_rows(offsets, num_rows=12, keep=2, capacity=6))
 
 
 OPS = {
@@ -78,13 +74,12 @@ OPS = {
         {"causal": True, "window": 3},
         name="jagged_flash_attention",
     ),
-    "take_rows": Op({"x": ("N", 3, 4)}),
 }
 EVERY_OP = pytest.mark.parametrize("name", OPS)
 
 
 def function_of(name):
-    return take if name == "take_rows" else OPS[name].function(name)
+    return OPS[name].function(name)
 
 
 def inputs_of(name, device, dtype=torch.float32):
@@ -146,11 +141,10 @@ def of_autocast(name, dtypes):
     return [torch.float64 if dtype == torch.float64 else torch.float16 for dtype in dtypes]
 
 
-CAST = [name for name in OPS if name != "take_rows"]
 BIASES = ("bias", "position_bias", "relative_bias")  # which may have any dtype
 
 
-@pytest.mark.parametrize("name", CAST)
+@EVERY_OP
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32,), (torch.float32, torch.float16), (torch.float16, torch.float32)]
 )
@@ -174,7 +168,7 @@ def test_autocast(name, dtypes, device):
 
 
 @pytest.mark.reference  # kernels compute no fp64
-@pytest.mark.parametrize("name", CAST)
+@EVERY_OP
 def test_autocast_leaves_fp64(name):
     operands, others = inputs_of(name, torch.device("cpu"), torch.float64)
     expected = run(name, operands, others)
@@ -237,7 +231,6 @@ def test_tensors_without_values(name, on):
     [
         (lambda x, o: ops.jagged_jagged_bmm_jagged_out(x, x, o), "total"),
         (lambda x, o: array_jagged_bmm_jagged_out(x[:, 0], x, o, o.clone()), "num_rows"),
-        (lambda x, o: select_rows(o, x[:, 0], keep=2), "capacity"),
         (lambda x, o: ops.JaggedLayout.from_lengths(o), "num_rows"),
     ],
 )

@@ -6,21 +6,20 @@ from pathlib import Path
 
 PACKAGE = "torchrec_jagged_attn"
 ROOT = Path(__file__).parents[1] / PACKAGE
-OPERATIONS = {"target_attention", "flash_attention", "interaction", "selection"}
+OPERATIONS = {"target_attention", "flash_attention", "interaction"}
 BELOW = {  # the folders that a folder imports, beside itself and what has no folder
     "pipeline": {"collection"},
-    "collection": {*OPERATIONS, "attention", "modules", "runtime", "semantic_ids"},
+    "collection": {*OPERATIONS, "attention", "codes", "modules", "runtime", "semantic_ids"},
     "modules": {*OPERATIONS, "attention", "codes", "runtime", "semantic_ids"},
     "target_attention": {"attention", "codes", "flash_attention", "interaction", "runtime"},
     "flash_attention": {"attention", "codes", "runtime"},
     "attention": {"codes", "runtime"},
     "interaction": {"runtime"},
-    "selection": {"runtime"},
     "codes": {"runtime"},
     "runtime": set(),
     "data": set(),
     "semantic_ids": {"codes", "runtime", "target_attention"},
-    "events": {"collection", "modules", "runtime", "selection"},
+    "events": {"collection", "runtime"},
     "": {*OPERATIONS, "attention", "codes"},  # what has no folder
 }
 

@@ -32,7 +32,7 @@ def test_prints_versions_and_the_path_of_every_op(output):
         assert all(output[package] == ["not", "installed"] for package in TORCHREC)
     assert output["TRITON_INTERPRET"] == ["on" if interpreted else "off"]
     of_package = [name for name in torchrec_jagged_attn.__all__ if name.startswith("jagged_")]
-    assert {*of_package, "select_rows"} <= {*ops.__all__}
+    assert {*of_package} <= {*ops.__all__}
     for op in (name for name in ops.__all__ if name.islower()):
         device, path, *why = output[op]
         assert device == "cpu"
@@ -139,12 +139,9 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
     if multiprocessors:
         flash = ["hopper_short", "general_short", "hopper", "general"]
     assert paths.pop("jagged_flash_attention") == flash
-    of_pairs = ["hopper_pairs", "general"] if multiprocessors else ["general"]
-    assert paths.pop("jagged_jagged_bmm_jagged_out") == of_pairs
-    assert paths.pop("jagged_softmax") == ["short_columns", "long_lines"]
-    assert paths.pop("jagged2_softmax") == ["whole_rows", "long_lines"]
+    assert paths.pop("jagged_softmax") == ["short", "multi_pass"]
+    assert paths.pop("jagged2_softmax") == ["single_tile", "multi_pass"]
     assert paths.pop("jagged_target_attention") == [*expected, "general"]
-    assert paths.pop("JaggedTargetAttention") == ["materialized", "absorbed"]
     assert all(of_op == ["triton"] for of_op in paths.values())
 
 

@@ -21,14 +21,12 @@ from torchrec_jagged_attn.flash_attention import plan as flash_plan
 from torchrec_jagged_attn.interaction import plan as interaction_plan
 from torchrec_jagged_attn.runtime.dispatch import table
 from torchrec_jagged_attn.runtime.extension import summary
-from torchrec_jagged_attn.target_attention import multi_head as multi_head_target_attention
 from torchrec_jagged_attn.target_attention import plan as target_plan
 
 VARIANTS = interaction_plan.VARIANTS | {
     "jagged_flash_attention": flash_plan.VARIANTS,
     "jagged_target_attention": target_plan.VARIANTS,
 }
-MODULE_VARIANTS = {"JaggedTargetAttention": multi_head_target_attention.VARIANTS}
 
 
 def versions() -> list[tuple[str, str]]:
@@ -63,12 +61,8 @@ def devices() -> list[tuple[torch.device, str]]:
 
 
 def variants() -> list[tuple[str, str, str, str]]:
-    """Op, device, kernel variant and what it supports, for every public op on every device here.
-
-    After the ops come modules that choose between ops.
-    """
+    """Op, device, kernel variant and what it supports, for every public op on every device here."""
     names = [name for name in ops.__all__ if name.islower()]  # the others are types
-    names += MODULE_VARIANTS
     return [
         (name, str(device), *variant)
         for name in names
@@ -79,8 +73,6 @@ def variants() -> list[tuple[str, str, str, str]]:
 
 def variants_of(name: str, device: torch.device) -> list[tuple[str, str]]:
     """The kernel variants of an op on a device, in their order, and what each supports."""
-    if name in MODULE_VARIANTS:
-        return list(table(MODULE_VARIANTS[name], device).items())
     variant, why = implementation(device)
     if variant == "triton" and name in VARIANTS:
         return list(table(VARIANTS[name], device).items())

@@ -1,11 +1,10 @@
-"""The events of each user with the highest scores, or the newest, out of a history of rows.
+"""``select_events``: the events of each user with the highest scores, or the newest.
 
-``padded`` pads the scores, takes PyTorch's top-k and sorts what it finds by place; its output is
-padded, too. ``sorted`` sorts the scores of all users at once, as one 64-bit key with the user's
-number. Both have what follows from lengths alone beforehand; all know how many events are kept, so
-that nothing waits for the device. Where the newest are kept, without scores, the number of a row
-is its score for both. These need no scores: ``padded-newest`` finds their places in the padded
-output from the offsets.
+``padded`` pads the scores, takes PyTorch's top-k and sorts its indices; the output is padded, too.
+``sorted`` sorts the scores of all users at once, as 64-bit keys with the user's number. Both
+compute all that depends only on lengths beforehand, and use the row number as score of the newest
+events. ``padded-newest`` computes the rows of the newest events from the offsets. No provider waits
+for the device, because the number of kept events is given.
 """
 
 from collections.abc import Callable
@@ -13,17 +12,19 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from suites import Cost, Inputs, Relaid, Suite, UnavailableError
 from tests.cases import Case, jagged_lengths, offsets_of
-from torchrec_jagged_attn.ops import JaggedLayout, select_rows, take_rows
+from torchrec_jagged_attn.events import select_events
+from torchrec_jagged_attn.ops import JaggedLayout
 
 BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class SelectionCase(Case):
-    """A shape, how many events of a user are kept at most, and whether by score."""
+    """A shape, the maximum number of events to keep of each user, and whether by score."""
 
     keep: int = 64
     by_score: bool = True
@@ -44,13 +45,13 @@ CASES = {
 
 @dataclass(frozen=True)
 class Scored(Inputs):
-    """Scores ``[N]`` of the events, no two alike; ``None`` to keep the newest."""
+    """Different scores ``[N]`` of the events; ``None`` to keep the newest."""
 
     scores: Tensor | None
 
     @property
     def num_kept(self) -> int:
-        """Events of all users that are kept."""
+        """Number of kept events of all users."""
         return int(self.offsets.diff().clamp(max=self.case.keep).sum())
 
 
@@ -67,35 +68,28 @@ def make_inputs(case: Case, device: str) -> Scored:
     return Scored(**vars(even), scores=scores if case.by_score else None)
 
 
-def own_scores(x: Scored) -> Tensor:
-    """Without scores, the number of a row is its score."""
+def scores_or_numbers(x: Scored) -> Tensor:
+    """Return the scores, or without scores the row numbers."""
     if x.scores is not None:
         return x.scores
     return torch.arange(int(x.offsets[-1]), device=x.offsets.device, dtype=torch.float32)
 
 
 def oracle(x: Scored) -> Tensor:
-    """PyTorch's top-k of each user alone."""
+    """Return PyTorch's top-k of each user separately."""
     history = x.leaves["history"]
     kept = []
     lengths = x.offsets.diff().tolist()
-    for begin, scores in zip(x.offsets.tolist(), own_scores(x).split(lengths), strict=False):
+    for begin, scores in zip(x.offsets.tolist(), scores_or_numbers(x).split(lengths), strict=False):
         best = scores.topk(min(x.case.keep, len(scores))).indices
         kept.append(best.sort().values + begin)
     return history[torch.cat(kept)]
 
 
 def ours(x: Scored) -> Callable[[], Tensor]:
-    """The ops behind ``select_events``."""
-    history, capacity = x.leaves["history"], x.num_kept
-
-    def call() -> Tensor:
-        selected = select_rows(
-            x.offsets, x.scores, num_rows=len(history), keep=x.case.keep, capacity=capacity
-        )
-        return take_rows(history, selected)
-
-    return call
+    """``select_events``."""
+    history, capacity = JaggedTensor(x.leaves["history"], offsets=x.offsets), x.num_kept
+    return lambda: select_events(history, x.scores, keep=x.case.keep, capacity=capacity).values()
 
 
 def padded(x: Scored) -> Relaid:
@@ -105,23 +99,23 @@ def padded(x: Scored) -> Relaid:
     begins = x.offsets[:-1].unsqueeze(1)
     at = layout.sample_ids() * length + torch.arange(len(history), device=x.offsets.device)
     at -= x.offsets[layout.sample_ids()]
-    keep, scores = min(x.case.keep, length), own_scores(x)
+    keep, scores = min(x.case.keep, length), scores_or_numbers(x)
 
     def call() -> Tensor:
-        of_users = scores.new_full((x.case.batch_size * length,), -torch.inf)
-        of_users[at] = scores
-        values, places = of_users.view(-1, length).topk(keep, sorted=False)
-        places = places.masked_fill(values == -torch.inf, length).sort(1).values
-        rows = (places.clamp(max=length - 1) + begins).clamp(max=len(history) - 1)
+        padded_scores = scores.new_full((x.case.batch_size * length,), -torch.inf)
+        padded_scores[at] = scores
+        values, indices = padded_scores.view(-1, length).topk(keep, sorted=False)
+        indices = indices.masked_fill(values == -torch.inf, length).sort(1).values
+        rows = (indices.clamp(max=length - 1) + begins).clamp(max=len(history) - 1)
         return history[rows]
 
-    return of_padded(x, call, keep)
+    return padded_provider(x, call, keep)
 
 
 def padded_newest(x: Scored) -> Relaid:
-    """The newest rows by their numbers; rows ``[B, K, D]``."""
+    """The newest rows by row number; rows ``[B, K, D]``."""
     if x.scores is not None:
-        raise UnavailableError("it keeps the newest alone")
+        raise UnavailableError("it keeps the newest rows only")
     history, keep = x.leaves["history"], min(x.case.keep, x.max_length)
 
     def call() -> Tensor:
@@ -129,35 +123,35 @@ def padded_newest(x: Scored) -> Relaid:
         rows = begins + torch.arange(keep, device=begins.device)
         return history[rows.clamp(max=len(history) - 1)]
 
-    return of_padded(x, call, keep)
+    return padded_provider(x, call, keep)
 
 
-def of_padded(x: Scored, call: Callable[[], Tensor], keep: int) -> Relaid:
-    """A call whose output is ``[B, keep, D]``, a user's rows at the begin."""
+def padded_provider(x: Scored, call: Callable[[], Tensor], keep: int) -> Relaid:
+    """Return a call whose output is ``[B, keep, D]``, each user's rows first."""
     is_kept = torch.arange(keep, device=x.offsets.device) < x.offsets.diff().unsqueeze(1)
 
-    def lay(name: str, tensor: Tensor) -> Tensor:
+    def pad(name: str, tensor: Tensor) -> Tensor:
         if name != "out":
             return tensor
-        laid = tensor.new_zeros(*is_kept.shape, tensor.shape[1])
-        laid[is_kept] = tensor
-        return laid
+        padded = tensor.new_zeros(*is_kept.shape, tensor.shape[1])
+        padded[is_kept] = tensor
+        return padded
 
     def restore(name: str, tensor: Tensor) -> Tensor:
         return tensor[is_kept] if name == "out" else tensor
 
-    return Relaid(call, x.leaves, lay, restore)
+    return Relaid(call, x.leaves, pad, restore)
 
 
 def sorted_together(x: Scored) -> Callable[[], Tensor]:
-    """One sort of 64-bit keys, and another of the rows that are kept."""
+    """One sort of 64-bit keys, and another of the kept rows."""
     history = x.leaves["history"]
     users = JaggedLayout(x.offsets, len(history)).sample_ids()
     kept = x.offsets.diff().clamp(max=x.case.keep)
     ends = kept.cumsum(0)
     shift = torch.repeat_interleave(x.offsets[:-1] - (ends - kept), kept)
     at = torch.arange(len(shift), device=shift.device) + shift
-    scores = own_scores(x)
+    scores = scores_or_numbers(x)
 
     def call() -> Tensor:
         bits = scores.view(torch.int32).long()  # of numbers that are not negative
@@ -168,18 +162,18 @@ def sorted_together(x: Scored) -> Callable[[], Tensor]:
 
 
 def cost(x: Scored) -> dict[str, Cost]:
-    """Read scores and the rows that are kept, and write these; in backward, all gradients."""
-    of_rows = x.leaves["history"][0].nbytes
-    of_scores = 0 if x.scores is None else x.scores.nbytes
+    """Reads the scores and the kept rows, and writes these rows; backward writes all gradients."""
+    row_bytes = x.leaves["history"][0].nbytes
+    score_bytes = 0 if x.scores is None else x.scores.nbytes
     return {
-        "forward": Cost(of_scores + 2 * x.num_kept * of_rows, 0),
-        "backward": Cost((x.num_kept + int(x.offsets[-1])) * of_rows, 0),
+        "forward": Cost(score_bytes + 2 * x.num_kept * row_bytes, 0),
+        "backward": Cost((x.num_kept + int(x.offsets[-1])) * row_bytes, 0),
     }
 
 
 SUITE = Suite(
     name="select_events",
-    measures="rows of highest scores of a user, or the newest",
+    measures="rows with the highest scores of each user, or the newest",
     cases=CASES,
     inputs=make_inputs,
     oracle=oracle,

@@ -1,8 +1,8 @@
 """``jagged_target_attention_over_codes`` beside ``jagged_target_attention`` over the decoded rows.
 
 Rows of 25 codes of three levels, five bytes each. ``ours-decoded`` decodes them in each call.
-``ours-rows`` has them in memory, in the dtype of the case: it tells what reading rows costs, and
-its gradient is theirs.
+``ours-rows`` reads decoded rows from memory, in the dtype of the case, and has a gradient of the
+rows.
 """
 
 import functools
@@ -34,22 +34,22 @@ CASES = {
 
 @dataclass(frozen=True)
 class Codes(Inputs):
-    """Over rows that are kept as ``packed`` ``[N, bytes]``."""
+    """Inputs with a history of packed codes ``[N, bytes]``."""
 
     packed: Tensor
 
     def decoded(self) -> Tensor:
-        """The rows."""
+        """Decode the rows."""
         codes = IDS.unpack(self.packed).to(self.leaves["basis"].dtype)
         return torch.addmm(self.leaves["mean"], codes, self.leaves["basis"])
 
     def over(self, history: Tensor) -> Inputs:
-        """The same over rows that are there."""
+        """The same inputs with a materialized ``history``."""
         return replace(self, leaves={"query": self.leaves["query"], "history": history})
 
 
 def make_inputs(case: Case, device: str) -> Codes:
-    """Query ``[B, T, H, D]``, mean ``[D]`` and basis ``[L, D]``, and codes at random."""
+    """Query ``[B, T, H, D]``, mean ``[D]`` and basis ``[L, D]``, and random codes."""
     generator = torch.Generator().manual_seed(0)
     lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
     query = torch.randn(
@@ -69,14 +69,14 @@ def make_inputs(case: Case, device: str) -> Codes:
 
 
 def over_rows(x: Codes) -> Inputs:
-    """Over decoded rows, whose gradient is that of mean and basis."""
+    """Inputs with decoded rows, through which mean and basis get their gradients."""
     return x if "history" in x.leaves else x.over(x.decoded())
 
 
 def cost(x: Codes) -> dict[str, Cost]:
-    """Read the bytes once, and in backward again, and make the products of codes.
+    """Bytes are read once per pass, and codes are multiplied with queries and weights.
 
-    Those of queries with the basis, and of what is pooled, are few.
+    Products with the basis are negligible.
     """
     num_queries = x.leaves["query"].numel() // x.case.width
     product = 2 * x.num_pairs() * x.case.num_heads * IDS.num_codes
@@ -95,10 +95,10 @@ def ours(x: Codes) -> Callable[[], Tensor]:
 
 
 def rows(x: Codes) -> Relaid:
-    """Rows were decoded before."""
-    own = x.over(x.decoded().detach().requires_grad_())
-    call = functools.partial(base.formula, own, jagged_target_attention)
-    return Relaid(call, own.leaves, inputs=own)
+    """Rows are decoded before the measurement."""
+    inputs = x.over(x.decoded().detach().requires_grad_())
+    call = functools.partial(base.formula, inputs, jagged_target_attention)
+    return Relaid(call, inputs.leaves, inputs=inputs)
 
 
 SUITE = Suite(

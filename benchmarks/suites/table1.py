@@ -1,10 +1,10 @@
 """The feature interactions of the paper's Table 1: native PyTorch with padding, FBGEMM, and ours.
 
-"paper" is its shape, which its FLOP and memory columns give away. Every sample has as many rows of
-y as of x. ``report.py`` puts the paper's ratios beside ours.
+"paper" is the shape that follows from the FLOPs and memory in the paper's table. Samples of x and y
+have the same lengths. ``report.py`` compares the paper's speedups with ours.
 
-``padded`` has padded operands from the start, and leaves its result padded, which is the best case
-of a model that pads; ``jagged-padded-jagged`` pads and unpads in every call.
+``padded`` takes padded operands and returns a padded result, the best case of a model that pads.
+``jagged-padded-jagged`` pads and unpads in every call.
 """
 
 import math
@@ -30,18 +30,16 @@ SIZES = {  # of each shape: B, L, H, D, T and dtype
 class Op:
     """A row of the table."""
 
-    # Of each operand and of the result, in letters: N rows, P pairs of them, B samples, D and T
-    # widths.
+    # Axes of each operand and of the result: N rows, P pairs of them, B samples, D and T widths
     layout: dict[str, str]
-    padded: Callable[..., Tensor]  # the op on padded operands, after where rows or pairs are real
-    # The same by FBGEMM's CUDA op, if there is one; and by its SLL Triton op.
-    fbgemm: Callable[["Jagged"], Tensor] | None
-    sll: Callable[["Jagged"], Tensor]  # likewise
+    padded: Callable[..., Tensor]  # the op, from a mask of real rows or pairs and padded operands
+    fbgemm: Callable[["Jagged"], Tensor] | None  # FBGEMM's CUDA op, if there is one
+    sll: Callable[["Jagged"], Tensor]  # FBGEMM's Triton op
     flops: Callable[[int, int, int, int], int]  # of products, from (N, P, D, T)
 
 
 class Jagged:
-    """A case's operands, and what a model knows of its batch."""
+    """A case's operands, and the lengths and offsets of its batch."""
 
     def __init__(self, x: Inputs) -> None:
         self.op = op_of(x.case)
@@ -58,16 +56,16 @@ class Jagged:
     def operands(self) -> list[Tensor]:
         return list(self.leaves.values())
 
-    def of_pairs(self) -> list:
-        """Arguments of SLL's ops of pairs after the operands: lengths and offsets of each."""
+    def pair_arguments(self) -> list:
+        """Arguments of FBGEMM's Triton ops of pairs that follow the operands."""
         rows = [self.lengths, self.offsets]
-        of = {"N": rows, "P": [self.pair_lengths, self.pair_offsets]}
-        tensors = [t for letters in self.op.layout.values() for t in of[letters[0]]]
+        by_axis = {"N": rows, "P": [self.pair_lengths, self.pair_offsets]}
+        tensors = [t for letters in self.op.layout.values() for t in by_axis[letters[0]]]
         return [*tensors, self.max_length, self.allow_tf32]
 
 
 def name_of(case: Case) -> str:
-    """Of the op."""
+    """Return the name of a case's op."""
     return case.name.rpartition("-")[0]
 
 
@@ -109,14 +107,18 @@ OPS = {
         {"x": "ND", "y": "ND", "out": "P"},
         lambda real, x, y: x @ y.mT,
         None,
-        lambda j: torch.ops.fbgemm.sll_jagged_jagged_bmm_jagged_out(*j.operands, *j.of_pairs()),
+        lambda j: torch.ops.fbgemm.sll_jagged_jagged_bmm_jagged_out(
+            *j.operands, *j.pair_arguments()
+        ),
         lambda n, p, d, t: 2 * p * d,
     ),
     "array_jagged_bmm_jagged_out": Op(
         {"p": "P", "y": "ND", "out": "ND"},
         lambda real, p, y: p @ y,
         None,
-        lambda j: torch.ops.fbgemm.sll_array_jagged_bmm_jagged_out(*j.operands, *j.of_pairs()),
+        lambda j: torch.ops.fbgemm.sll_array_jagged_bmm_jagged_out(
+            *j.operands, *j.pair_arguments()
+        ),
         lambda n, p, d, t: 2 * p * d,
     ),
     "jagged2_softmax": Op(
@@ -141,7 +143,7 @@ CASES = {
 
 
 def sizes_of(case: Case, lengths: Tensor) -> dict[str, int]:
-    """What the letters of layouts stand for."""
+    """Return the sizes of the axes in layouts."""
     return {
         "N": int(lengths.sum()),
         "P": int((lengths**2).sum()),
@@ -168,13 +170,13 @@ def make_inputs(case: Case, device: str) -> Inputs:
 
 
 class Padding:
-    """From jagged tensors to padded ones and back, by their letters; a sample's own stay."""
+    """Pads and unpads tensors by their axes; tensors with one entry per sample are unchanged."""
 
     def __init__(self, x: Inputs) -> None:
         steps = torch.arange(x.max_length, device=x.offsets.device)
         rows = steps < x.offsets.diff()[:, None]
         self.real = {"N": rows, "P": rows[:, :, None] & rows[:, None]}
-        self.places = {
+        self.indices = {
             letter: real.flatten().nonzero().squeeze(1) for letter, real in self.real.items()
         }
 
@@ -183,22 +185,22 @@ class Padding:
         if real is None:
             return values
         flat = values.new_zeros(real.numel(), *values.shape[1:])
-        return flat.index_copy_(0, self.places[letters[0]], values).unflatten(0, real.shape)
+        return flat.index_copy_(0, self.indices[letters[0]], values).unflatten(0, real.shape)
 
     def unpad(self, padded: Tensor, letters: str) -> Tensor:
         real = self.real.get(letters[0])
         if real is None:
             return padded
-        return padded.flatten(0, real.dim() - 1).index_select(0, self.places[letters[0]])
+        return padded.flatten(0, real.dim() - 1).index_select(0, self.indices[letters[0]])
 
     def real_of(self, letters: str) -> Tensor:
-        """Where a padded result is real, of a shape that goes with it."""
+        """Return a mask of the real elements of a padded result, broadcastable to it."""
         real = self.real.get(letters[0], self.real["N"])
         return real if letters[0] == "P" else real.unsqueeze(2)
 
 
 def padded(x: Inputs) -> Relaid:
-    """Operands are padded before, and results stay so."""
+    """Operands are padded before the call, and results remain padded."""
     op, padding = op_of(x.case), Padding(x)
     layout = op.layout
     real = padding.real_of(layout["out"])
@@ -211,7 +213,7 @@ def padded(x: Inputs) -> Relaid:
 
 
 def through_padding(x: Inputs) -> Callable[[], Tensor]:
-    """Operands are padded, and the result is made jagged again."""
+    """Operands are padded, and the result is unpadded, in every call."""
     op, padding = op_of(x.case), Padding(x)
     layout = op.layout
     real = padding.real_of(layout["out"])
@@ -232,7 +234,7 @@ def fbgemm_cuda(x: Inputs) -> Callable[[], Tensor]:
     jagged = Jagged(x)
     fbgemm = jagged.op.fbgemm
     if fbgemm is None:
-        raise UnavailableError("FBGEMM has it in Triton alone")
+        raise UnavailableError("FBGEMM has only a Triton op")
     import fbgemm_gpu  # noqa: F401  (registers the ops)
 
     return lambda: fbgemm(jagged)
@@ -249,7 +251,7 @@ def fbgemm_sll(x: Inputs) -> Callable[[], Tensor]:
 
 
 def ours(x: Inputs) -> Callable[[], Tensor]:
-    """The op. A model that made pairs before knows how many there are."""
+    """The op; the number of pairs is given, as in a model that has computed it before."""
     jagged = Jagged(x)
     name = name_of(x.case)
     size = {"total": jagged.num_pairs} if name == "jagged_jagged_bmm_jagged_out" else {}

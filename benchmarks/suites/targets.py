@@ -1,6 +1,6 @@
 """Target attention from one target per sample to many: over raw rows, or over keys and values?
 
-``ours`` chooses, as the top of ``target_attention/multi_head.py`` counts; ``ours-absorbed`` and
+``ours`` chooses, as the top of ``modules/projections.py`` counts; ``ours-absorbed`` and
 ``ours-materialized`` are the two ways, at whose crossing it should change. Exact products of
 ``targets-fp32`` take other times: of bf16 parts over raw rows, where over keys and values they are
 of fp32; with --tf32 both are of TF32.

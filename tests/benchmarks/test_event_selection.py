@@ -46,7 +46,7 @@ def test_planted_relevance_is_worth_more_than_the_newest(set_up, tmp_path, capsy
 
 
 def make_examples(max_history=5, **options):
-    log = event_selection.make_up(users=30, events=40, **options)
+    log = event_selection.synthetic_log(users=30, events=40, **options)
     return log, event_selection.Examples(log, max_history, "cpu", seed=0)
 
 
@@ -62,8 +62,8 @@ def test_examples_are_events_that_converted():
         assert any(
             other > place and users[other] == users[place] for other in examples.test.tolist()
         )
-    assert not examples.of_training[examples.test].any()
-    assert examples.of_training[examples.train].all()
+    assert not examples.in_training[examples.test].any()
+    assert examples.in_training[examples.train].all()
 
 
 def test_histories_are_the_newest_events_before():
@@ -109,7 +109,7 @@ def test_missing_files_are_named(tmp_path, capsys):
 
 
 def test_events_must_convert():
-    log = event_selection.make_up(users=3, events=5, noise=0.5)
+    log = event_selection.synthetic_log(users=3, events=5, noise=0.5)
     never = event_selection.EventLog(**vars(log) | {"converted": np.zeros(15, dtype=bool)})
     with pytest.raises(DataError, match="no event that converted has another before it"):
         event_selection.Examples(never, 5, "cpu", seed=0)

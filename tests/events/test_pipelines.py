@@ -5,30 +5,22 @@ import torch
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
-from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.types import ShardingType
 from torchrec.models.dlrm import DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import (
     HISTORY_LENGTHS,
     NUM_STEPS,
-    assert_same_run,
     batches,
     dense_optimizer,
-    load,
     make_model,
-    optimize_tables,
     run_ranks,
     shard_with_weights,
     train_on,
 )
-from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.events import (
-    EventBasedFeature,
     EventBoosting,
-    Events,
     EventSelection,
     Relevance,
 )
@@ -99,86 +91,13 @@ def train(device: torch.device) -> dict[str, list[Tensor]]:
     return {"none": losses, "pipelined": pipelined}
 
 
-class NewestEvents(nn.Module):
-    """Those of a batch, as it has them."""
-
-    def forward(self, features: KeyedJaggedTensor) -> Events:
-        return Events.of_features(features, ["hist", "hist_cat"], "times").truncate(3)
-
-
-class EventsModel(nn.Module):
-    """Pools rows of events, whose attributes are looked up by tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=30, feature_names=[key])
-            for name, key in {"t_item": "hist", "t_cat": "hist_cat"}.items()
-        ]
-        torch.manual_seed(0)
-        self.newest_events = NewestEvents()
-        self.event_feature = EventBasedFeature(tables, 8, periods=(7.0,))
-        self.attention = JaggedTargetAttention(8, 2)
-        self.target = nn.Parameter(torch.randn(8))
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        history = self.event_feature(self.newest_events(batch.sparse_features))
-        target = self.target.expand(batch.labels.shape[0], -1)
-        out = self.attention(target, history)
-        return out.square().sum(), out.detach()
-
-
-def make_events_model(device: torch.device, sharded: bool) -> nn.Module:
-    model = EventsModel().to(device)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    if sharded:
-        optimize_tables(model)
-        model = DistributedModelParallel(model, device=device, sharders=get_default_sharders())
-        load(model, state)
-    return model
-
-
-def train_events(device: torch.device) -> dict[str, list[Tensor]]:
-    """What comes out on this rank's batches, of which the first sees tables without training."""
-    steps = [0, 3]  # in which both ranks have events
-    first = next(batches(device, steps))
-    outputs = {"one process": [make_events_model(device, sharded=False)(first)[1]]}
-
-    model = make_events_model(device, sharded=True)
-    outputs["sharded"] = [out for _, out in train_on(model, batches(device, steps))]
-
-    model = make_events_model(device, sharded=True)
-    pipeline = TrainPipelineSparseDist(
-        model, dense_optimizer(model), device, pipeline_postproc=True
-    )
-    from_host = batches(CPU, steps)
-    outputs["pipelined"] = [pipeline.progress(from_host) for _ in steps]
-    assert len(pipeline._pipelined_modules) == 1
-    (postproc,) = pipeline._pipelined_postprocs
-    assert type(postproc.postproc_module).__name__ == "NewestEvents"
-    return outputs
-
-
-def train_both(device: torch.device) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
-    return train(device), train_events(device)
-
-
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list:
-    """What both trainings return on each rank."""
-    return run_ranks(train_both, tmp_path_factory.mktemp("trained"), request.param)
+    """What ``train`` returns on each rank."""
+    return run_ranks(train, tmp_path_factory.mktemp("trained"), request.param)
 
 
 def test_selected_before_the_exchange_between_ranks(trained: list):
-    for losses, _ in trained:
+    for losses in trained:
         assert torch.equal(torch.stack(losses["pipelined"]), torch.stack(losses["none"]))
         assert len(losses["none"]) == NUM_STEPS
-
-
-def test_tables_of_events_are_sharded_and_their_lookup_is_pipelined(trained: list):
-    for _, outputs in trained:
-        sharded = outputs["sharded"]
-        assert_same_run(sharded[0], outputs["one process"][0])
-        for step, out in enumerate(outputs["pipelined"]):
-            assert torch.equal(out, sharded[step])
-        assert not torch.equal(sharded[1], sharded[0][: len(sharded[1])])

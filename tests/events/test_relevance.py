@@ -8,7 +8,7 @@ import torch
 from tests.fixtures import sync_debug_mode
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
-from torchrec_jagged_attn.events import Relevance, boost_weights, rank_attributes, segment_sessions
+from torchrec_jagged_attn.events import Relevance, boost_weights, segment_sessions
 
 PLANTED = torch.tensor([[-4.0, 1.0], [-2.0, 0.0], [-1.0, 0.5]])  # a and b of each surface
 
@@ -145,21 +145,6 @@ def test_mutual_information_is_that_of_entropies():
     assert actual.argmin() == 1  # where dwell tells nothing
 
 
-def test_attributes_are_ranked():
-    """A copy of the best attribute is worth as much as it, but not beside it."""
-    generator = torch.Generator().manual_seed(0)
-    label, other = (torch.randint(0, 2, (4000,), generator=generator) for _ in range(2))
-    noisy = torch.where(torch.rand(4000, generator=generator) < 0.1, other, label)
-    weaker = torch.where(torch.rand(4000, generator=generator) < 0.5, other, label)
-    attributes = torch.stack([other, weaker, noisy, noisy * 3], 1)
-    chosen, worths = rank_attributes(attributes, label, 3)
-    assert chosen == [2, 3, 1]
-    assert worths[0] == worths[1]
-    assert worths[1] > worths[2]
-    apart, _ = rank_attributes(attributes, label, 2, min_redundancy=True)
-    assert apart == [2, 1]
-
-
 def test_sessions_are_divided_at_pauses(device):
     lengths = [4, 0, 3]
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
@@ -273,13 +258,5 @@ def test_wrong_events_are_named():
         Relevance(2, max_dwell=0)
     with pytest.raises(ValueError, match="prior must be positive and finite, got -1"):
         Relevance(2, prior=-1)
-    with pytest.raises(TypeError, match="min_redundancy must be a bool, got 'no'"):
-        rank_attributes(surface.unsqueeze(1), converted, 1, min_redundancy="no")
     with pytest.raises(ValueError, match="num_bins must divide 256, got 7"):
         relevance.mutual_information(7)
-    with pytest.raises(TypeError, match=r"attributes must be integers, got torch\.float32"):
-        rank_attributes(dwell.unsqueeze(1), converted, 1)
-    with pytest.raises(ValueError, match="count must be 1 to 1, got 2"):
-        rank_attributes(surface.unsqueeze(1), converted, 2)
-    with pytest.raises(ValueError, match="attributes must not be negative, got -"):
-        rank_attributes(-1 - surface.unsqueeze(1), converted, 1)

@@ -1,4 +1,4 @@
-"""Semantic ids of films: what is said of them, and the script on a small log."""
+"""Semantic ids of films: their embeddings and labels, and the script on a small log."""
 
 import argparse
 
@@ -18,7 +18,7 @@ def test_titles_genres_and_labels():
     assert ((titles[0] * titles[1]).sum()) == 1  # "heat"
     genres = fuse_content.genre_columns(GENRES)
     assert genres.tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 1], [1, 1, 0]]
-    labels = fuse_content.labels_of(TITLES, GENRES)
+    labels = fuse_content.make_labels(TITLES, GENRES)
     assert labels["genres combined"].tolist() == [1, 0, 2, 1]
     assert labels["decade"].tolist() == [1, 1, 1, 0]
 
@@ -27,7 +27,7 @@ def test_films_with_the_same_neighbours_are_alike(monkeypatch):
     monkeypatch.setattr(fuse_content, "HASHES", 6)
     before = torch.tensor([0, 0, 1, 1, 3, 3, 4, 4] * 3)
     after = torch.tensor([2, 2, 2, 2, 5, 5, 5, 5] * 3)  # 0 and 1 come before 2, 3 and 4 before 5
-    rows = torch.nn.functional.normalize(fuse_content.neighbours(before, after, 6))
+    rows = torch.nn.functional.normalize(fuse_content.co_rating_factors(before, after, 6))
     alike = rows @ rows.T
     assert alike[0, 1] > 0.99
     assert alike[3, 4] > 0.99
@@ -50,13 +50,13 @@ def test_codes_and_their_model_are_saved(folder, monkeypatch, capsys):
     options = {"data": folder, "download": False, "bytes": 2, "width": 8, "steps": 5, "seed": 0}
     fuse_content.main(argparse.Namespace(**options, out=out))
     printed = capsys.readouterr().out
-    assert "What codes keep" in printed
+    assert "Decoded from codes" in printed
     assert "4 codes of 2 bytes" in printed
     saved = torch.load(out)
     assert saved["codes"].shape == (4, 2)
     assert saved["codes"].dtype == torch.uint8
     fusion = VQFusion(
-        {"title": 4, "genres": 3, "neighbours": 4},
+        {"title": 4, "genres": 3, "co-ratings": 4},
         {"genres combined": 3, "decade": 2},
         latent_dim=8,
         num_codes=10,

@@ -1,4 +1,4 @@
-"""The feature-interaction ops against PyTorch on each sample, on every device and path."""
+"""The feature-interaction ops against PyTorch on each sample, on every device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,12 +45,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Op:
-    """An op, its oracle, and how its tensors are laid out.
+    """An op, its oracle, and the layout of its tensors.
 
     Args:
-        oracle: the same function by PyTorch, sample by sample.
-        layout: of each input and of ``"out"``, in letters: ``X`` and ``Y`` rows of x and y, ``P``
-            pairs of them, ``B`` samples, ``D`` and ``T`` widths.
+        oracle: the same function in PyTorch, sample by sample.
+        layout: axes of each input and of ``"out"``: ``X`` and ``Y`` rows of x and y, ``P`` pairs of
+            them, ``B`` samples, ``D`` and ``T`` widths.
     """
 
     oracle: Callable
@@ -97,11 +97,11 @@ def inputs_of(
     """Random inputs for the given lengths; without ``y_lengths``, y has as many rows as x."""
     generator = torch.Generator().manual_seed(0)
     x_lengths = torch.as_tensor(x_lengths, dtype=torch.int64)
-    of_y = x_lengths if y_lengths is None else torch.as_tensor(y_lengths, dtype=torch.int64)
+    num_y = x_lengths if y_lengths is None else torch.as_tensor(y_lengths, dtype=torch.int64)
     sizes = {
         "X": int(x_lengths.sum()),
-        "Y": int(of_y.sum()),
-        "P": int((x_lengths * of_y).sum()),
+        "Y": int(num_y.sum()),
+        "P": int((x_lengths * num_y).sum()),
         "B": x_lengths.numel(),
         "D": width,
         "T": num_targets,
@@ -116,7 +116,7 @@ def inputs_of(
         return {**inputs, "offsets": offsets_of(x_lengths, index_dtype, device)}
     inputs["x_offsets"] = offsets_of(x_lengths, index_dtype, device)
     if y_lengths is not None:
-        inputs["y_offsets"] = offsets_of(of_y, torch.int32, device)
+        inputs["y_offsets"] = offsets_of(num_y, torch.int32, device)
     if name == "jagged_jagged_bmm_jagged_out":
         inputs["total"] = sizes["P"]
     if name == "array_jagged_bmm_jagged_out":
@@ -189,15 +189,15 @@ def test_tf32(name, device):
 @ALL_OPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_long_samples(name, dtype, device):
-    """Cut into chunks where rows are summed up; longer than a tile where softmax is taken."""
+    """Sums over rows have several chunks, softmaxes several tiles."""
     if OPS[name].has_pairs:
         assert_right(name, inputs_of(name, [2, 1, 600], [1100, 3, 2], device, dtype))
     else:
         assert_right(name, inputs_of(name, [300, 0, 1, 1700, 511, 40], None, device, dtype))
 
 
-@pytest.mark.reference  # kernels add up in fp32, many rows at a time
-def test_long_sums_of_rows_round_once_on_a_cpu():
+@pytest.mark.reference  # kernels sum in fp32, many rows at a time
+def test_long_sums_on_a_cpu_are_rounded_once():
     inputs = inputs_of("jagged_dense_add", [3000, 0, 700], width=5)
     grad_out = torch.randn(3700, 5, generator=torch.Generator().manual_seed(1))
     results = outputs_and_gradients(function_of("jagged_dense_add"), inputs, grad_out)
@@ -206,7 +206,7 @@ def test_long_sums_of_rows_round_once_on_a_cpu():
 
 
 def test_wide_sums_over_long_samples(device):
-    """The wider they are, the longer are chunks."""
+    """Wider sums have longer chunks."""
     inputs = inputs_of(
         "jagged_jagged_bmm", [3, 1100, 20], None, device, torch.float16, width=70, num_targets=70
     )
@@ -219,7 +219,7 @@ LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 31, 33, 63, 64, 65])
 @ALL_OPS
 @settings(max_examples=8)
 @given(lengths=st.lists(st.tuples(LENGTHS, LENGTHS), max_size=5))
-def test_lengths_that_hurt(name, lengths):
+def test_lengths_around_tile_sizes(name, lengths):
     x_lengths, y_lengths = [x for x, _ in lengths], [y for _, y in lengths]
     assert_right(name, inputs_of(name, x_lengths, y_lengths, dtype=torch.float16))
 
@@ -247,7 +247,7 @@ def test_more_samples_than_a_grid_dimension_holds(name):
     assert_right(name, inputs_of(name, torch.arange(70_000) % 3, None, "cuda", width=8))
 
 
-@pytest.mark.reference  # traced alike with any kernels
+@pytest.mark.reference  # tracing does not depend on kernels
 @pytest.mark.parametrize(
     ("name", "size", "strict"),
     [
@@ -261,7 +261,7 @@ def test_exported_without_sizes(name, size, strict):
             return function_of(name)(**inputs)
 
     inputs = inputs_of(name, [3, 0, 7], [2, 4, 5])
-    others = inputs_of(name, [7, 0, 3], [5, 4, 2])  # as many rows and pairs
+    others = inputs_of(name, [7, 0, 3], [5, 4, 2])  # same sizes
     del inputs[size], others[size]
     exported = torch.export.export(Module(), (), inputs, strict=strict).module()
     assert torch.equal(exported(**others), function_of(name)(**others))
@@ -274,7 +274,7 @@ def test_softmax_of_minus_infinity(name, device):
     x[:3] = -torch.inf
     if name == "jagged_softmax":
         x[3:5, 0] = -torch.inf
-        x[5:300] = -torch.inf  # more than a whole tile before the first that is not
+        x[5:300] = -torch.inf  # several tiles before the first finite row
     results = results_of(name, inputs)
     assert all(torch.isfinite(value).all() for value in results.values())
     assert torch.all(results["out"][:3] == 0)
@@ -309,7 +309,7 @@ def test_strided_inputs_and_gradients(name, device):
     ids=str,
 )
 def test_one_pass_for_both_gradients(name, width, dtype, device):
-    """As right as each by itself."""
+    """They are as accurate as each gradient computed alone."""
     inputs = inputs_of(name, [70, 0, 1100, 33], None, device, dtype, 40, num_targets=width)
     leaves = [inputs[key].requires_grad_() for key in ("x", "y")]
     out = function_of(name)(**inputs)
@@ -326,13 +326,13 @@ def test_one_pass_for_both_gradients(name, width, dtype, device):
 @pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])
 @pytest.mark.parametrize("num_targets", [3, 20])
 def test_infinities_in_products(name, num_targets, device):
-    """As in PyTorch's: what they meet is infinite, or NaN, and the rest is as it was."""
+    """They affect the same outputs as in PyTorch."""
     inputs = inputs_of(name, [70, 0, 40], None, device, num_targets=num_targets)
     inputs["x"][3, 5], inputs["x"][80, 2] = torch.inf, torch.nan
     assert_output(function_of(name)(**inputs), OPS[name].oracle, inputs)
 
 
-def test_transposed_matrices_are_read_where_they_are(device):
+def test_transposed_matrices(device):
     inputs = inputs_of("jagged_dense_bmm", [7, 0, 20], None, device)
     inputs["y"] = inputs["y"].mT.contiguous().mT
     assert_right("jagged_dense_bmm", inputs)
@@ -342,15 +342,15 @@ def test_transposed_matrices_are_read_where_they_are(device):
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_other_samples_never_matter(name, dtype, device):
-    of_x, of_y = [3, 2, 130, 1, 600], [5, 0, 9, 40, 4]
-    inputs = inputs_of(name, of_x, of_y, device, dtype)
+    x_lengths, y_lengths = [3, 2, 130, 1, 600], [5, 0, 9, 40, 4]
+    inputs = inputs_of(name, x_lengths, y_lengths, device, dtype)
     grad_out = torch.randn_like(OPS[name].oracle(**inputs))
     for size in ("total", "num_rows"):  # of all samples
         inputs.pop(size, None)
-    pairs = [x * y for x, y in zip(of_x, of_y, strict=True)]
-    by_letter = {"X": of_x, "Y": of_y, "B": [1] * 5, "P": pairs}
+    pairs = [x * y for x, y in zip(x_lengths, y_lengths, strict=True)]
+    by_letter = {"X": x_lengths, "Y": y_lengths, "B": [1] * 5, "P": pairs}
     lengths = {key: by_letter[letters[0]] for key, letters in OPS[name].layout.items()}
-    lengths |= {"offsets": of_x, "x_offsets": of_x, "y_offsets": of_y}
+    lengths |= {"offsets": x_lengths, "x_offsets": x_lengths, "y_offsets": y_lengths}
     assert_other_samples_never_matter(function_of(name), inputs, grad_out, lengths)
 
 
@@ -385,7 +385,7 @@ def test_opcheck(device):
         opcheck(op.default, arguments)
 
 
-@pytest.mark.reference  # traced alike with any kernels
+@pytest.mark.reference  # tracing does not depend on kernels
 def test_compiles_once_for_all_batches(device):
     def run_all(inputs):
         return [function_of(name)(**inputs[name]) for name in OPS]
@@ -405,7 +405,7 @@ def test_cuda_graph_replays_with_other_lengths(name):
     x_lengths, y_lengths = [3, 60, 7, 30], [10, 2, 5, 5]
     inputs = inputs_of(name, x_lengths, y_lengths, "cuda")
     grad_out = torch.randn_like(OPS[name].oracle(**inputs))
-    others = inputs_of(name, x_lengths[::-1], y_lengths[::-1], "cuda")  # as many rows and pairs
+    others = inputs_of(name, x_lengths[::-1], y_lengths[::-1], "cuda")  # same sizes
 
     def change():
         for key in inputs.keys() & {"offsets", "x_offsets", "y_offsets"}:
@@ -419,7 +419,7 @@ def test_cuda_graph_replays_with_other_lengths(name):
     ("name", "size"),
     [("jagged_jagged_bmm_jagged_out", "total"), ("array_jagged_bmm_jagged_out", "num_rows")],
 )
-def test_waits_once_where_a_size_is_not_told(name, size, recwarn):
+def test_waits_once_if_a_size_is_not_given(name, size, recwarn):
     inputs = inputs_of(name, [3, 60, 7, 30], [10, 2, 5, 5], "cuda")
     function_of(name)(**inputs)  # compiles
     del inputs[size]
@@ -430,7 +430,7 @@ def test_waits_once_where_a_size_is_not_told(name, size, recwarn):
 
 @pytest.mark.gpu
 def test_more_pairs_than_int32_counts():
-    """The last rows of a giant sample, and those of a sample after it, have the same bits alone."""
+    """The last rows of a giant sample and the sample after it have the same bits if alone."""
     x = torch.randn(47_008, 8, device="cuda", dtype=torch.bfloat16)
     offsets = torch.tensor([0, 3, 47_003, 47_008], device="cuda")
     total = 9 + 47_000**2 + 25
@@ -439,13 +439,13 @@ def test_more_pairs_than_int32_counts():
     out = ops.array_jagged_bmm_jagged_out(weights, x, offsets)
 
     tail = torch.tensor([0, 10, 15], device="cuda"), torch.tensor([0, 47_000, 47_005]).cuda()
-    pairs_of_tail = 10 * 47_000 + 25
-    p_of_tail = ops.jagged_jagged_bmm_jagged_out(x[-15:], x[3:], *tail, total=pairs_of_tail)
-    assert torch.equal(p_of_tail, p[-pairs_of_tail:])
-    weights_of_tail = ops.jagged2_softmax(p_of_tail, *tail)
-    assert torch.equal(weights_of_tail, weights[-pairs_of_tail:])
-    out_of_tail = ops.array_jagged_bmm_jagged_out(weights_of_tail, x[3:], *tail, num_rows=15)
-    assert torch.equal(out_of_tail, out[-15:])
+    num_tail_pairs = 10 * 47_000 + 25
+    tail_p = ops.jagged_jagged_bmm_jagged_out(x[-15:], x[3:], *tail, total=num_tail_pairs)
+    assert torch.equal(tail_p, p[-num_tail_pairs:])
+    tail_weights = ops.jagged2_softmax(tail_p, *tail)
+    assert torch.equal(tail_weights, weights[-num_tail_pairs:])
+    tail_out = ops.array_jagged_bmm_jagged_out(tail_weights, x[3:], *tail, num_rows=15)
+    assert torch.equal(tail_out, out[-15:])
 
 
 @pytest.mark.parametrize(

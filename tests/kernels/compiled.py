@@ -27,7 +27,6 @@ from triton.runtime import JITFunction, driver
 import torchrec_jagged_attn
 from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
 from torchrec_jagged_attn import (
-    JaggedTargetAttention,
     devices,
     jagged_dense_bmm,
     jagged_flash_attention,
@@ -36,10 +35,10 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
 )
 from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.events import select_events
 from torchrec_jagged_attn.interaction import gradients as interaction_gradients
 from torchrec_jagged_attn.ops import jagged_dense_add, jagged_dense_mul
 from torchrec_jagged_attn.runtime.launch import Launcher, as_constexprs
-from torchrec_jagged_attn.selection import api as ops_of_selection
 from torchrec_jagged_attn.semantic_ids import PackedCodes
 from torchrec_jagged_attn.target_attention.api import target_attention_with_lse
 from torchrec_jagged_attn.target_attention.arguments import TargetArguments
@@ -83,7 +82,7 @@ def ops_on(arch: int) -> Iterator[list[Launch]]:
             launches_overlap=arch >= 90,
         ),
         mock.patch.dict(devices.IMPLEMENTATIONS, cpu=("triton", "compiled")),
-        mock.patch.object(Launcher, "launch", launch),
+        mock.patch.object(Launcher, "__call__", launch),
         mock.patch.object(driver, "_active", gpu),
     ):
         yield launches
@@ -161,11 +160,8 @@ def codes(
     num_targets: int = 1,
     dropout: float = 0.0,
 ) -> None:
-    """Packing, unpacking, and attention over packed codes."""
-    ids = PackedCodes(width - 1, num_levels)
-    ids.pack(torch.zeros(N, ids.num_codes, dtype=torch.int8))
-    packed = torch.zeros(N, ids.num_bytes, dtype=torch.uint8)
-    ids.unpack(packed)
+    """Attention over packed codes."""
+    packed = torch.zeros(N, PackedCodes(width - 1, num_levels).num_bytes, dtype=torch.uint8)
     biases = tables(4) if biased else {}
     jagged_target_attention(
         zeros(4, num_targets, 4, width, dtype=dtype), packed, OFFSETS, num_levels=num_levels,
@@ -211,31 +207,10 @@ def pairs(dtype: torch.dtype) -> None:
     interaction_gradients.array_jagged_bmm(p, x, *offsets, N, False).sum().backward()
 
 
-def layer(value_projection: bool = True, dtype: torch.dtype = BF16) -> None:
-    history = JaggedTensor(zeros(N, 32), offsets=OFFSETS)
-    module = JaggedTargetAttention(32, 2, value_projection=value_projection, dtype=dtype)
-    module(zeros(4, 32), history).sum().backward()
-
-
-def layer_of_jagged_targets() -> None:
-    """With absorbed and with materialized keys and values."""
-    history = JaggedTensor(zeros(N, 32), offsets=OFFSETS)
-    target = JaggedTensor(zeros(8, 32), offsets=torch.arange(5) * 2)
-    module = JaggedTargetAttention(32, 2, value_projection=True, dtype=BF16)
-    for keys_and_values in ("absorbed", "materialized"):
-        module._keys_and_values = keys_and_values
-        module(target, history).sum().backward()
-
-
-def selection(scores: Tensor | None, num_segments: int = 0, keep: Tensor | None = None) -> None:
-    """Rows with the highest scores, and copies of them."""
-    segments = torch.zeros(N, dtype=torch.int64) if num_segments else None
-    count = max(num_segments, 1)
-    *index, _ = ops_of_selection.selected_rows(
-        OFFSETS, scores, segments, keep, N, 40, count, 9, -torch.inf
-    )
-    ops_of_selection.copy_rows(zeros(N, 64), *index).sum().backward()
-    ops_of_selection.copy_rows(torch.zeros(N, 1, dtype=torch.int64), *index)
+def selection(scores: Tensor, segments: Tensor | None = None, keep: int | list[int] = 9) -> None:
+    """Rows with the highest scores."""
+    history = JaggedTensor(zeros(N, 64), offsets=OFFSETS)
+    select_events(history, scores, keep=keep, segments=segments, capacity=N)
 
 
 class Case(NamedTuple):
@@ -313,21 +288,12 @@ CASES = {
     ),
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),
-    "layer": Case((80, 90), "projections|head_products", layer),
-    "layer of jagged targets": Case((80, 90), "projections|head_products", layer_of_jagged_targets),
-    "layer of rows": Case(
-        (80, 90), "projections|head_products", lambda: layer(value_projection=False)
-    ),
-    "layer of rows, fp32": Case(
-        (90,), "projections|head_products", lambda: layer(value_projection=False, dtype=FP32)
-    ),
-    "selection": Case((80, 90), "selection", lambda: selection(torch.zeros(N))),
+    "selection": Case((80, 90), "highest_rows", lambda: selection(torch.zeros(N))),
     "selection in segments": Case(
         (90,),
-        "selection",
-        lambda: selection(torch.zeros(N, dtype=BF16), 2, torch.ones(4, 2, dtype=torch.int64)),
+        "highest_rows",
+        lambda: selection(torch.zeros(N, dtype=BF16), torch.zeros(N, dtype=torch.int64), [1, 2]),
     ),
-    "selection of the newest": Case((90,), "selection", lambda: selection(None)),
 }
 FITS = {
     "one warp",
@@ -340,7 +306,6 @@ FITS = {
     "hopper flash of a window",
     "selection",
     "selection in segments",
-    "selection of the newest",
 }  # no register spills
 
 

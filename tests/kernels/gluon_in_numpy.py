@@ -399,13 +399,6 @@ def _multiply_async(
     return product if is_async else product.value()
 
 
-def _shift_columns(tile: Block, count: Block) -> Block:
-    """Each row shifted to the right; NaN where the kernel's result is arbitrary."""
-    at = np.arange(tile.shape[1]) - count.values
-    values = np.take_along_axis(tile.values, np.maximum(at, 0), 1)
-    return Block(np.where(at < 0, tile.values.dtype.type(np.nan), values))
-
-
 def _multiply_add(a: Block, b: float, c: Block) -> Block:
     """Rounded once; ``b`` is a number in fp32, too."""
     return Block((a.values.astype(np.float64) * np.float32(b) + c.values).astype(np.float32))
@@ -554,7 +547,6 @@ def _launch(
             "warpgroup_mma_wait": wait_for_products,
             "fence_async_shared": lambda: None,
             "thread_barrier": lambda: None,
-            "shift_columns": _shift_columns,
         }
         with np.errstate(all="ignore"):
             _in_numpy(kernel, replaced)(*arguments, **constants)
@@ -596,7 +588,7 @@ def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
     Those that only Hopper has run if it has ``multiprocessors``.
     """
     launched: list[str] = []
-    launch = Launcher.launch
+    launch = Launcher.__call__
 
     def launch_any(launcher: Launcher, grid: tuple, arguments: tuple, constants: dict) -> None:
         kernel = launcher.kernel
@@ -607,7 +599,7 @@ def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
             launch(launcher, grid, arguments, constants)
 
     with (
-        mock.patch.object(Launcher, "launch", launch_any),
+        mock.patch.object(Launcher, "__call__", launch_any),
         ops_take_the_cpu_for(
             gluon_shared_memory=HOPPER_SHARED_MEMORY, hopper_multiprocessors=multiprocessors
         ),

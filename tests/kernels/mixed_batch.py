@@ -13,10 +13,6 @@ import torch
 from tests.cases import offsets_of
 from torchrec_jagged_attn import jagged_flash_attention, jagged_target_attention
 from torchrec_jagged_attn.ops import jagged_jagged_bmm_jagged_out
-from torchrec_jagged_attn.target_attention.arguments import ProjectionGradients, ProjectionRows
-from torchrec_jagged_attn.target_attention.kernels import head_products
-from torchrec_jagged_attn.target_attention.kernels.projections import parameter_gradients
-from torchrec_jagged_attn.target_attention.kernels.records import Listing, SplitList
 
 LENGTHS = torch.tensor([700, 0, 3, 33, 64, 1, 257, 20, 129])
 DTYPES = (torch.bfloat16, torch.float32)
@@ -62,28 +58,6 @@ def dropout(offsets: torch.Tensor, num_rows: int) -> None:
         tell("flash attention with dropout", dtype)
 
 
-def projections(offsets: torch.Tensor, num_rows: int) -> None:
-    for dtype in DTYPES:
-        rows = [draw(num_rows, 64, dtype=dtype).detach() for _ in range(5)]
-        filled = torch.ones(num_rows, dtype=dtype, device="cuda")
-        heads = [draw(num_rows, 2, width, dtype=dtype).detach() for width in (32, 64, 64)]
-        shapes = (64, 64), (64, 64), (2, 32, 64), (2, 32, 64), (192,), (64,)
-        grads = [torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes]
-        w_k, w_v = (draw(2, 32, 64, dtype=dtype).detach() for _ in range(2))
-        w, b, stats = rows[0][:64], rows[1][0], torch.ones(2, num_rows, 2, device="cuda")
-        u, grad_u = torch.empty_like(heads[1]), torch.empty_like(heads[1])
-        splits = torch.empty(2, num_rows // 16, dtype=torch.int32, device="cuda")
-        listing = Listing(SplitList(splits, offsets), LENGTHS.numel(), num_rows // 16, chunk=16)
-        head_products.absorb_queries(rows[0], w, b, w_k, dtype, u, listing)
-        head_products.project(u, stats, w_v, b, w, b, dtype)
-        head_products.gradient_of_pooled(rows[1], w, w_v, dtype, grad_u, None)
-        head_products.gradient_of_targets(grad_u, w_k, w, dtype, dtype)
-        head_products.own_columns(heads[1], dtype)
-        head_products.spread_columns(rows[1], grad_u, listing)
-        parameter_gradients(ProjectionRows(*rows, filled, *heads), ProjectionGradients(*grads))
-        tell("projections", dtype)
-
-
 def pairs(offsets: torch.Tensor, num_rows: int) -> None:
     for dtype in DTYPES:
         x, y = draw(num_rows, 64, dtype=dtype), draw(num_rows, 64, dtype=dtype)
@@ -91,7 +65,7 @@ def pairs(offsets: torch.Tensor, num_rows: int) -> None:
         tell("pairs", dtype)
 
 
-FUNCTIONS = (target_attention, flash_attention, dropout, projections, pairs)
+FUNCTIONS = (target_attention, flash_attention, dropout, pairs)
 BY_NAME = {function.__name__: function for function in FUNCTIONS}
 
 if __name__ == "__main__":

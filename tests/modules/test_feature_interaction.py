@@ -1,4 +1,4 @@
-"""``JaggedFeatureInteraction``: fused and composed are one function, that of PyTorch."""
+"""``JaggedFeatureInteraction``, fused and unfused, against PyTorch."""
 
 import functools
 
@@ -53,13 +53,13 @@ def run(module, targets, features, offsets, target_offsets=None):
 
 
 def formula(activation, targets, features, offsets, target_offsets=None):
-    """One sample after the other, in the words of the docstring."""
+    """The formula of the docstring, one sample after the other."""
     if target_offsets is None:
-        of_samples = targets.unsqueeze(1) if targets.dim() == 2 else targets
+        samples = targets.unsqueeze(1) if targets.dim() == 2 else targets
     else:
-        of_samples = targets.split(target_offsets.diff().tolist())
+        samples = targets.split(target_offsets.diff().tolist())
     outs = []
-    for q_TD, x_LD in zip(of_samples, features.split(offsets.diff().tolist()), strict=True):
+    for q_TD, x_LD in zip(samples, features.split(offsets.diff().tolist()), strict=True):
         scores_TL = q_TD @ x_LD.T * x_LD.shape[1] ** -0.5
         outs.append(ACTIVATIONS[activation](scores_TL) @ x_LD)
     out = torch.cat(outs)
@@ -69,7 +69,7 @@ def formula(activation, targets, features, offsets, target_offsets=None):
 @ALL_TARGETS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @ALL_WAYS
-def test_is_the_formula(activation, fused, dtype, targets, device):
+def test_matches_the_formula(activation, fused, dtype, targets, device):
     skip_unless_supported(Case("interaction", 6, 300, 1, 24, dtype=dtype), device)
     function = functools.partial(run, JaggedFeatureInteraction(activation, fused=fused))
     oracle = functools.partial(formula, activation)
@@ -88,11 +88,11 @@ def test_without_features(activation, lengths, device):
     assert all((value == 0).all() for value in results.values())
 
 
-def test_scale_is_told():
+def test_given_scale():
     inputs = inputs_of(5, width=16)
-    told = JaggedFeatureInteraction(scale=0.25)  # 1/√16
-    assert torch.equal(run(told, **inputs), run(JaggedFeatureInteraction(), **inputs))
-    assert "scale=0.25" in repr(told)
+    scaled = JaggedFeatureInteraction(scale=0.25)  # 1/√16
+    assert torch.equal(run(scaled, **inputs), run(JaggedFeatureInteraction(), **inputs))
+    assert "scale=0.25" in repr(scaled)
 
 
 @ALL_WAYS
@@ -107,7 +107,7 @@ def test_without_width(activation, fused, device):
 
 
 @ALL_WAYS
-def test_is_exported(activation, fused):
+def test_export(activation, fused):
     inputs = inputs_of(TARGETS["jagged"])
     module = JaggedFeatureInteraction(activation, fused=fused)
     exported = torch.export.export(
@@ -135,7 +135,7 @@ class _OfTensors(torch.nn.Module):
         ),
     ],
 )
-def test_errors_of_arguments(kwargs, message):
+def test_invalid_arguments(kwargs, message):
     with pytest.raises(ValueError, match=message):
         JaggedFeatureInteraction(**kwargs)
 
@@ -188,7 +188,7 @@ def test_features_must_be_jagged():
 
 @ALL_WAYS
 def test_autocast(activation, fused, device):
-    """Targets of a layer have its dtype, and features that of tables."""
+    """Targets have the dtype of a layer, features that of tables."""
     module = JaggedFeatureInteraction(activation, fused=fused)
     inputs = inputs_of(TARGETS["five"], device)
     inputs["targets"] = inputs["targets"].half()

@@ -2,14 +2,13 @@
 
 import copy
 import pickle
-import re
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
-from torchrec import EmbeddingBagConfig, JaggedTensor
+from torchrec import JaggedTensor
 
 from tests.modules.target_attention_inputs import (
     OPTIONS,
@@ -22,12 +21,9 @@ from tests.modules.target_attention_inputs import (
 )
 from torchrec_jagged_attn import (
     JaggedTargetAttention,
-    TargetAttentionConfig,
-    TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.flash_attention import api as flash_attention
-from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments, ProjectionWeights
-from torchrec_jagged_attn.target_attention.multi_head import is_materialized
+from torchrec_jagged_attn.flash_attention import cpu as flash_attention
+from torchrec_jagged_attn.modules.projections import is_materialized
 
 
 class OfTensors(nn.Module):
@@ -228,30 +224,6 @@ def test_copies_compute_the_same(name, tmp_path):
         assert torch.equal(other(*arguments), expected)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_removed_parameter_is_refused(strict):
-    table = EmbeddingBagConfig(
-        name="t", embedding_dim=16, num_embeddings=9, feature_names=["item", "items"]
-    )
-    collection = TargetAttentionEmbeddingBagCollection(
-        [table], TargetAttentionConfig("item", "items")
-    )
-    wrapped = nn.Sequential(collection)
-    (attention,) = collection.pooling.attentions
-    for module, prefix in (
-        (attention, ""),
-        (collection, "pooling.attentions.0."),
-        (wrapped, "0.pooling.attentions.0."),
-    ):
-        state = module.state_dict()
-        module.load_state_dict(state)
-        names = "length_power", "length_bias", "unit.0.weight"
-        keys = [f"{prefix}{name}" for name in names]
-        old = state | {key: torch.zeros(16) for key in keys}
-        with pytest.raises(RuntimeError, match=re.escape(f"got {keys}: delete these keys")):
-            module.load_state_dict(old, strict=strict)
-
-
 def test_compiles_under_autocast():
     module = projected(16, 2)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
@@ -311,15 +283,11 @@ def test_one_head_never_materializes_keys_and_values_on_a_cpu():
 def test_wide_heads_never_materialize_keys_and_values():
     """Attention over keys takes heads of up to 512 columns."""
     with FakeTensorMode():
-        arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
-            target=torch.empty(1, 5000, 516, device="cuda"), num_heads=1, keys_and_values="auto",
-            history=torch.empty(9, 512, device="cuda"), score="softmax",
-            weights=ProjectionWeights(
-                torch.empty(516, 516), torch.empty(516, 512), torch.empty(516, 512), None,
-                torch.empty(516, 516), None,
-            ),
-        )  # fmt: skip
-        assert not is_materialized(arguments)
+        history = torch.empty(9, 512, device="cuda")
+        offsets = torch.empty(2, dtype=torch.int64, device="cuda")
+    for width in (512, 516):
+        args = [1, 5000], history, offsets, False, width, 1, True, "softmax", 0, "materialized"
+        assert is_materialized(*args) == (width == 512)
 
 
 @pytest.mark.parametrize(
@@ -342,19 +310,12 @@ def test_auto_counts_what_either_way_takes(
 
     def makes_keys(num_targets, jagged):
         with FakeTensorMode():
-            target = torch.empty(num_samples, num_targets, 128, device=device_type, dtype=dtype)
             history = torch.empty(9, 128, device=device_type, dtype=dtype)
             offsets = torch.empty(num_samples + 1, device=device_type, dtype=torch.int64)
-            weight = torch.empty(128, 128)
-            out_weight = weight if projected else None
-            arguments = MultiHeadArguments(*[None] * len(MultiHeadArguments._fields))._replace(
-                target=target, history=history, offsets=offsets, num_heads=4,
-                weights=ProjectionWeights(weight, None, None, None, out_weight, None),
-                keys_and_values="auto", score="softmax",
-            )  # fmt: skip
-            if jagged:
-                arguments = arguments._replace(target=target.flatten(0, 1), query_offsets=offsets)
-            return is_materialized(arguments)
+        shape = [num_samples * num_targets] if jagged else [num_samples, num_targets]
+        return is_materialized(
+            shape, history, offsets, jagged, 128, 4, projected, "softmax", 0, "auto"
+        )
 
     kinds = [True, False] if num_samples > 1 else [True]  # the batch size of others plays no part
     for jagged in kinds:

@@ -1,4 +1,4 @@
-"""Attention over ids is attention over decoded rows, gradients included."""
+"""Attention over codes equals attention over decoded rows, gradients included."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ LENGTHS = [30, 0, 3, 64, 1]
 def inputs_of(
     lengths, device="cpu", dtype=torch.float32, *, num_levels=3, num_codes=12, width=16, **others
 ):
-    """Random inputs, with scores of a few units."""
+    """Random inputs whose scores have a standard deviation of a few units."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor(lengths, dtype=torch.int64)
     most = num_levels // 2
@@ -45,7 +45,7 @@ def inputs_of(
 
 def assert_right(inputs, num_levels=3, **options):
     def over_unpacked(query, packed, offsets, mean, basis, **others):
-        """Rows are products of codes and a one with the basis and the mean."""
+        """The reference, whose rows are codes and a constant 1, times basis and mean."""
         codes = PackedCodes(len(basis), num_levels).unpack(packed)
         rows = F.pad(codes.to(mean.dtype), (0, 1), value=1.0)
         matrix = torch.cat([basis, mean.unsqueeze(0)])
@@ -104,7 +104,7 @@ def test_biases_and_jagged_queries(device):
 
 
 def test_rows_without_a_weight_give_zeros(device):
-    """Not the mean, which no weight multiplies: of empty histories, and of prior weights."""
+    """The mean is multiplied by the sum of the weights, also with prior weights of zero."""
     inputs = inputs_of([3, 0, 2], device)
     inputs["prior_weights"] = torch.tensor([0.0, 0, 0, 1, 2], device=device)
     out = jagged_target_attention_over_codes(**inputs)
@@ -113,8 +113,8 @@ def test_rows_without_a_weight_give_zeros(device):
     assert_right(inputs)
 
 
-def test_a_history_of_ids_as_a_jagged_tensor(device):
-    """Bytes travel as rows do, and a fitted module has what the attention takes."""
+def test_a_history_of_codes_as_a_jagged_tensor(device):
+    """Packed rows are values of a JaggedTensor; mean and basis are attributes of the module."""
     generator = torch.Generator().manual_seed(2)
     table = torch.randn(50, 8, generator=generator).to(device)
     pca = DiscretePCA(8, 20, trainable=True, device=device)
@@ -139,7 +139,7 @@ def test_compiled_once_for_changing_lengths(device):
     compiled = torch.compile(
         jagged_target_attention_over_codes, backend=counter, fullgraph=True, dynamic=True
     )
-    # No two sizes are alike in the first, or they would be taken for one.
+    # The first sizes are all different, because equal ones would be treated as one symbol.
     for lengths in ([3, 4, 1, 0, 5], [9, 0, 2, 5], [2, 30, 1, 5, 8, 8]):
         inputs = inputs_of(lengths, device, num_targets=9)
         expected = jagged_target_attention_over_codes(**inputs)
@@ -163,7 +163,7 @@ def test_never_waits_for_the_device():
         ({"basis": torch.zeros(12, 8)}, ValueError, r"basis must have shape \[L, D\]"),
         ({"basis": torch.zeros(12, 16).half()}, TypeError, "basis must be torch.float32 as query"),
         ({"packed": torch.zeros(98, 2).byte()}, ValueError, r"packed must have shape \[N, num_"),
-        ({"packed": torch.full((98, 3), 243).byte()}, ValueError, "packed must be at most 242"),
+        ({"packed": torch.full((98, 3), 243).byte()}, ValueError, "history must be at most 242"),
         ({"num_levels": 4}, ValueError, "num_levels must be odd and 3 to 255, got 4"),
         ({"offsets": torch.tensor([0, 9])}, ValueError, "query must have shape"),
         ({"score": "relu"}, ValueError, "score must be one of"),

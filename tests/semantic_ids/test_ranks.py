@@ -1,4 +1,4 @@
-"""What ranks fit together is the same on all of them."""
+"""Ranks that fit together get equal results."""
 
 import contextlib
 
@@ -16,11 +16,11 @@ from torchrec_jagged_attn.ranks import Ranks
 from torchrec_jagged_attn.semantic_ids import DiscretePCA, VQFusion
 
 SIZES = (370, 0), (20, 350), (1, 369)
-"""Rows of each rank."""
+"""Numbers of rows per rank."""
 
 
 def fit_rows(device):
-    """Mean, basis and errors of each share of the rows, and of this rank's rows alone."""
+    """Mean, basis and errors for each of ``SIZES``, and the basis of this rank's rows alone."""
     found = []
     rank = dist.get_rank()
     for sizes in SIZES:
@@ -28,13 +28,13 @@ def fit_rows(device):
         pca = DiscretePCA(6, 14, device=device)
         errors = pca.fit(rows.split(64))
         found.append((pca.mean, pca.basis, errors))
-    own = DiscretePCA(6, 14, device=device)
-    alone = [dist.new_group([rank]) for rank in range(2)][rank]
-    own.fit(rows, process_group=alone)
-    with contextlib.suppress(ValueError):  # on both: it hangs on neither
+    single = DiscretePCA(6, 14, device=device)
+    group = [dist.new_group([rank]) for rank in range(2)][rank]
+    single.fit(rows, process_group=group)
+    with contextlib.suppress(ValueError):  # on both ranks, so that none waits for the other
         DiscretePCA(6, 14, device=device).fit(rows * (torch.nan if rank else 1))
         raise AssertionError
-    return found, own.basis
+    return found, single.basis
 
 
 def train_fusion(device):
@@ -86,43 +86,43 @@ def fit_all(device):
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def fitted(request, tmp_path_factory):
-    """The device, and what each of two ranks has fitted."""
+    """The device, and the results of two ranks."""
     ranks = run_ranks(fit_all, tmp_path_factory.mktemp("ranks"), request.param, ranks=2)
     return "cuda" if request.param == "nccl" else "cpu", ranks
 
 
 def test_rows_of_all_ranks_are_fitted_together(fitted):
     device, ranks = fitted
-    (first, own_first), (second, own_second) = (of_rank["rows"] for of_rank in ranks)
+    (first, first_basis), (second, second_basis) = (results["rows"] for results in ranks)
     rows = draw_rows(370, 6, device, torch.float32)
     whole = DiscretePCA(6, 14, device=device)
     errors = whole.fit(rows)
-    with RoundingErrors(torch.float32) as of_mean:
+    with RoundingErrors(torch.float32) as errors_of_mean:
         mean = rows.double().mean(0)
-    for mine, others in zip(first, second, strict=True):
-        assert torch.equal(mine[0], others[0])
-        assert torch.equal(mine[1], others[1])
-        assert mine[2] == others[2]
+    for (mean_0, basis_0, errors_0), (mean_1, basis_1, errors_1) in zip(first, second, strict=True):
+        assert torch.equal(mean_0, mean_1)
+        assert torch.equal(basis_0, basis_1)
+        assert errors_0 == errors_1
         together = DiscretePCA(6, 14, device=device)
-        together.load_state_dict({"mean": mine[0], "basis": mine[1]})
-        assert_close(together.mean, mean, of_mean)
+        together.load_state_dict({"mean": mean_0, "basis": basis_0})
+        assert_close(together.mean, mean, errors_of_mean)
         assert error_of(together, rows) < 1.1 * errors[-1]
-    for own, part in zip((own_first, own_second), rows.split(SIZES[-1]), strict=True):
+    for basis, part in zip((first_basis, second_basis), rows.split(SIZES[-1]), strict=True):
         alone = DiscretePCA(6, 14, device=device)
         alone.fit(part)
-        assert torch.equal(own.cpu(), alone.basis.cpu())
+        assert torch.equal(basis.cpu(), alone.basis.cpu())
 
 
 def test_fusion_trains_and_has_the_same_codes_on_all_ranks(fitted):
-    first, second = (of_rank["fusion"] for of_rank in fitted[1])
+    first, second = (results["fusion"] for results in fitted[1])
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
     assert first[1].any(0).sum() > 1
-    assert first[2] != second[2]  # each has rows of its own
+    assert first[2] != second[2]  # each rank has different rows
 
 
 def test_relevance_of_all_ranks(fitted):
-    ranks = [of_rank["relevance"] for of_rank in fitted[1]]
+    ranks = [results["relevance"] for results in fitted[1]]
     for whole, shared, _ in ranks:
         assert torch.equal(shared, whole)
         assert whole.any()

@@ -1,4 +1,4 @@
-"""How many codes a byte holds; ``PackedCodes`` says how they lie in it."""
+"""Rows of integer codes: their layout in bytes (``PackedCodes``), ops, kernels and decoding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MAX_LEVELS = 255
 
 
 def codes_per_byte(num_levels: int) -> int:
-    """How many codes of ``num_levels`` a byte holds: five of three levels."""
+    """Number of codes of ``num_levels`` in a byte: five of three levels."""
     count = 1
     while num_levels ** (count + 1) <= 256:
         count += 1
@@ -14,5 +14,5 @@ def codes_per_byte(num_levels: int) -> int:
 
 
 def bytes_of_codes(num_codes: int, num_levels: int) -> int:
-    """How many bytes hold the codes of a row; the last may hold fewer than the others."""
+    """Number of bytes of a packed row; the last byte may hold fewer codes."""
     return -(-num_codes // codes_per_byte(num_levels))

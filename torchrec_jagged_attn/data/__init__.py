@@ -1,4 +1,4 @@
-"""How batches are drawn, on the host; needs torch alone."""
+"""Samplers of batches, on the host; needs torch alone."""
 
 from torchrec_jagged_attn.data.balanced_batches import BalancedBatchSampler
 

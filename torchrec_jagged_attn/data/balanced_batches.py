@@ -13,8 +13,8 @@ from torch.utils.data import Sampler
 
 from torchrec_jagged_attn.checks import check_bool, check_int
 
-POWERS = {"linear": 1, "quadratic": 2}
-"""Of the length, by the name of the cost."""
+EXPONENTS = {"linear": 1, "quadratic": 2}
+"""Exponent of the length in each cost."""
 NUM_SEEDS = 2**64
 
 
@@ -22,7 +22,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     r"""Samples batches such that all ranks have nearly the same cost in each step.
 
     In each step, ranks wait for the slowest one. Each epoch is shuffled by ``seed`` and ``epoch``
-    as by :class:`torch.utils.data.DistributedSampler`, and divided into global batches of
+    like in :class:`torch.utils.data.DistributedSampler`, and divided into global batches of
     ``batch_size * num_replicas`` examples. The examples of a global batch are assigned to ranks,
     longest history first, each to the rank with the lowest cost whose batch is not full. Unless
     ``balanced_steps`` is more than 1, global batches have the same examples as without balancing.
@@ -34,32 +34,31 @@ class BalancedBatchSampler(Sampler[list[int]]):
     Args:
         lengths: ``[S]`` integers, the number of rows of each example's history: a tensor, an array,
             a list or a pandas Series, whose index is ignored.
-        batch_size: examples of a rank in a step.
-        num_replicas: number of ranks; without it, that of the default process group.
-        rank: number of this rank; without it, that of the default process group.
-        cost: of a batch: ``"linear"``, :math:`\sum L`, as of lookups and target attention, or
-            ``"quadratic"``, :math:`\sum L^2`, as of self-attention, over its histories of ``L``
-            rows.
+        batch_size: number of examples per rank and step.
+        num_replicas: number of ranks; by default, the size of the default process group.
+        rank: index of this rank; by default, its rank in the default process group.
+        cost: cost of a batch of histories of ``L`` rows: ``"linear"``, :math:`\sum L`, like lookups
+            and target attention, or ``"quadratic"``, :math:`\sum L^2`, like self-attention.
         balanced_steps: number of consecutive global batches whose examples are assigned together,
-            so that steps have nearly the same cost, too. With more than 1, each example still comes
-            once in an epoch, and in each step with equal probability, but the lengths in one step
-            are no longer independent.
-        seed: of the shuffle; the same on all ranks, and less than ``2**64``.
+            so that steps have nearly the same cost, too. With more than 1, each example still
+            occurs once in an epoch, and in each step with equal probability, but the lengths in one
+            step are no longer independent.
+        seed: seed of the shuffle; the same on all ranks, and less than ``2**64``.
         drop_last: whether to drop the examples of the last, incomplete global batch. Otherwise it
             is padded to a multiple of ``num_replicas`` with the first examples of the epoch.
 
     Attributes:
         batch_size, num_replicas, rank, seed, drop_last: the arguments.
-        sampler: this object, in which training loops look for ``set_epoch``.
+        sampler: this object, on which training loops look for ``set_epoch``.
 
     Yields:
         ``batch_size`` indices into ``lengths``, in their shuffled order. All ranks yield equally
         many, also in a smaller last batch.
 
     Raises:
-        TypeError: an argument has another type.
-        ValueError: an argument is out of its range, or ``num_replicas`` or ``rank`` is missing
-            without a process group.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or ``num_replicas`` or ``rank`` is missing without
+            a process group.
 
     Example:
         >>> lengths = [900, 10, 20, 30, 400, 300, 40, 200]
@@ -98,73 +97,73 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.seed = check_int(seed, "seed", 0, bits=64)
         check_bool(drop_last, "drop_last")
         self.drop_last = drop_last
-        if not isinstance(cost, str) or cost not in POWERS:
-            raise ValueError(f"cost must be one of {', '.join(POWERS)}, got {cost!r}")
-        self._costs = _checked_lengths(lengths).double() ** POWERS[cost]
-        size = self.batch_size * self.num_replicas
-        self._full_steps, self._num_left = divmod(len(self._costs), size)
-        if drop_last:
-            self._num_left = 0
+        if not isinstance(cost, str) or cost not in EXPONENTS:
+            raise ValueError(f"cost must be one of {', '.join(EXPONENTS)}, got {cost!r}")
+        self._costs = _check_lengths(lengths).double() ** EXPONENTS[cost]
+        self._global_size = self.batch_size * self.num_replicas
+        self._full_steps, remainder = divmod(len(self._costs), self._global_size)
+        self._has_partial_step = remainder > 0 and not drop_last
         if len(self) == 0:
             raise ValueError(
                 f"batch_size * num_replicas must be at most the {len(self._costs)} examples of "
                 f"lengths with drop_last=True, got {batch_size} * {num_replicas}"
             )
-        self._epoch = self._given = self._resume_at = 0
+        self._epoch = self._num_yielded = self._start = 0
 
     @property
     def sampler(self) -> BalancedBatchSampler:
-        """This object: loops over epochs look for ``loader.batch_sampler.sampler.set_epoch``."""
+        """This object: training loops call ``loader.batch_sampler.sampler.set_epoch``."""
         return self
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        return self._full_steps + (self._num_left > 0)
+        """Number of batches per epoch."""
+        return self._full_steps + self._has_partial_step
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches of this epoch, or, once after ``load_state_dict``, the rest of them."""
-        # At the first batch, not before: a loader with workers makes two iterators and uses one.
-        start, self._resume_at = self._resume_at, 0
-        self._given = start
+        """Yield the batches of this epoch; once after ``load_state_dict``, the remaining ones."""
+        # Runs at the first batch: a loader with workers makes two iterators and uses one.
+        start, self._start = self._start, 0
+        self._num_yielded = start
         generator = torch.Generator("cpu").manual_seed((self.seed + self._epoch) % NUM_SEEDS)
         shuffled = torch.randperm(len(self._costs), generator=generator, device="cpu")
-        windows = self._windows(shuffled, start // self._balanced_steps * self._balanced_steps)
-        for step, examples, num_steps in windows:
-            for batch in self._share(examples, num_steps)[max(start - step, 0) :]:
-                self._given += 1
+        first = start - start % self._balanced_steps
+        for step, examples, num_steps in self._windows(shuffled, first):
+            for batch in self._assign(examples, num_steps)[max(start - step, 0) :]:
+                self._num_yielded += 1
                 yield batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffle of the next iteration, as ``DistributedSampler.set_epoch`` does.
+        """Choose the shuffle of the next iteration, like ``DistributedSampler.set_epoch``.
 
-        The epoch of a state just loaded keeps its position; another one starts at its beginning.
+        The epoch of a state just loaded keeps its position; another epoch starts from its first
+        batch.
 
         Args:
             epoch: number of the epoch, from 0.
         """
         epoch = check_int(epoch, "epoch", 0)
         if epoch != self._epoch:
-            self._epoch, self._given, self._resume_at = epoch, 0, 0
+            self._epoch, self._num_yielded, self._start = epoch, 0, 0
 
     def state_dict(self) -> dict[str, int]:
-        """``epoch``, and how many of its ``batches`` were given; the same on all ranks.
+        """Return ``epoch`` and the number of ``batches`` yielded; the same on all ranks.
 
-        A loader with workers asks ahead. Its batches that were not trained on are given again if
-        the number of those that were is saved as ``batches`` instead. A loader that keeps the state
-        of its sampler for each batch, as torchdata's ``StatefulDataLoader`` does, needs no such
-        care.
+        A loader with workers prefetches batches. To yield prefetched batches again that were not
+        trained on, save the number of trained batches as ``batches`` instead. Loaders that save the
+        state of their sampler with each batch, like torchdata's ``StatefulDataLoader``, handle
+        this.
         """
-        return {"epoch": self._epoch, "batches": self._given}
+        return {"epoch": self._epoch, "batches": self._num_yielded}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Let the next iteration go on behind the batches given, by a sampler of equal arguments.
+        """Continue from the state of a sampler with equal arguments in the next iteration.
 
         Args:
-            state_dict: ``epoch`` and ``batches``, as ``state_dict`` returns them.
+            state_dict: ``epoch`` and ``batches``, as returned by ``state_dict``.
 
         Raises:
-            TypeError: ``state_dict`` is not a mapping, or one of them is not an int.
-            ValueError: one is missing, negative, or more than an epoch has.
+            TypeError: ``state_dict`` is not a mapping, or a value is not an int.
+            ValueError: a value is missing, negative, or more than an epoch has.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got a {type(state_dict).__name__}")
@@ -177,85 +176,80 @@ class BalancedBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"state_dict['batches'] must be at most the {len(self)} of an epoch, got {batches}"
             )
-        self._epoch, self._given, self._resume_at = epoch, batches, batches
+        self._epoch, self._num_yielded, self._start = epoch, batches, batches
 
     def _windows(self, shuffled: Tensor, first: int) -> Iterator[tuple[int, Tensor, int]]:
-        """First step, examples and number of steps of what is shared out together."""
-        size = self.batch_size * self.num_replicas
+        """Yield the first step, the examples and the number of steps of joint assignments."""
+        size = self._global_size
         for step in range(first, self._full_steps, self._balanced_steps):
             end = min(step + self._balanced_steps, self._full_steps)
             yield step, shuffled[step * size : end * size], end - step
-        if self._num_left:
-            left = shuffled[self._full_steps * size :]
-            missing = -len(left) % self.num_replicas
-            again = shuffled.repeat(-(-missing // len(shuffled)))[:missing]
-            yield self._full_steps, torch.cat([left, again]), 1
+        if self._has_partial_step:
+            last = shuffled[self._full_steps * size :]
+            missing = -len(last) % self.num_replicas
+            padding = shuffled.repeat(-(-missing // len(shuffled)))[:missing]
+            yield self._full_steps, torch.cat([last, padding]), 1
 
-    def _share(self, examples: Tensor, num_steps: int) -> list[list[int]]:
-        """This rank's batches of ``num_steps`` steps.
+    def _assign(self, examples: Tensor, num_steps: int) -> list[list[int]]:
+        """Assign the examples of ``num_steps`` steps, and return this rank's batches.
 
-        Shares of like cost become one step: of what is too long to be balanced, ranks have some
-        each. Which step comes first, and which rank has which share, is decided by the first of
-        their examples in the shuffle: that does not depend on lengths.
+        Batches of similar cost form a step, so that batches that cannot be balanced, with a very
+        long history, meet in one step. The order of steps, and of ranks within a step, follows the
+        first example of each in the shuffle, which does not depend on lengths.
         """
         costs = self._costs[examples]
-        shares = _equal_shares(costs, num_steps * self.num_replicas)
-        order = costs[torch.tensor(shares, device="cpu")].sum(1).argsort(stable=True).tolist()
-        steps = [
-            sorted(shares[i] for i in order[begin : begin + self.num_replicas])
+        batches = _balance(costs, num_steps * self.num_replicas)
+        order = costs[torch.tensor(batches, device="cpu")].sum(1).argsort(stable=True).tolist()
+        steps = sorted(
+            sorted(batches[i] for i in order[begin : begin + self.num_replicas])
             for begin in range(0, len(order), self.num_replicas)
-        ]
-        return [
-            examples[torch.tensor(step[self.rank], device="cpu")].tolist() for step in sorted(steps)
-        ]
+        )
+        return [examples[torch.tensor(step[self.rank], device="cpu")].tolist() for step in steps]
 
 
-def _equal_shares(costs: Tensor, num_shares: int) -> list[list[int]]:
-    """Positions in ``costs``, ascending, in shares of equal size and nearly equal sum.
+def _balance(costs: Tensor, num_batches: int) -> list[list[int]]:
+    """Divide the indices of ``costs`` into batches of equal size and nearly equal cost, ascending.
 
-    The greedy rule "longest processing time first": the largest cost left goes to the share with
-    the least sum that has room.
+    The greedy rule "longest processing time first": the largest remaining cost goes to the batch
+    with the lowest total that is not full.
     """
-    size = len(costs) // num_shares
-    shares: list[list[int]] = [[] for _ in range(num_shares)]
-    with_room = [(0.0, share) for share in range(num_shares)]
-    largest_first, positions = costs.sort(descending=True, stable=True)
-    for cost, position in zip(largest_first.tolist(), positions.tolist(), strict=True):
-        total, share = with_room[0]
-        shares[share].append(position)
-        if len(shares[share]) < size:
-            heapq.heapreplace(with_room, (total + cost, share))
+    size = len(costs) // num_batches
+    batches: list[list[int]] = [[] for _ in range(num_batches)]
+    not_full = [(0.0, batch) for batch in range(num_batches)]
+    descending, indices = costs.sort(descending=True, stable=True)
+    for cost, index in zip(descending.tolist(), indices.tolist(), strict=True):
+        total, batch = not_full[0]
+        batches[batch].append(index)
+        if len(batches[batch]) < size:
+            heapq.heapreplace(not_full, (total + cost, batch))
         else:
-            heapq.heappop(with_room)
-    return [sorted(share) for share in shares]
+            heapq.heappop(not_full)
+    return [sorted(batch) for batch in batches]
 
 
-def _checked_lengths(lengths: Any) -> Tensor:
-    """``[S]`` int64."""
+def _check_lengths(lengths: Any) -> Tensor:
+    """Convert ``lengths`` to ``[S]`` int64 and check their range."""
     kind = type(lengths).__name__
     if hasattr(lengths, "__array__") and not isinstance(lengths, Tensor):
-        lengths = lengths.__array__()  # a Series has an index of its own
-        if lengths.dtype.kind not in "iuO":
-            raise TypeError(f"lengths must be integers, got {lengths.dtype}")
-        # PyTorch takes neither another order of bytes, nor strides below zero, nor objects.
-        is_integer, native = lengths.dtype.kind in "iu", lengths.dtype.newbyteorder("=")
-        lengths = lengths.astype(native, order="C") if is_integer else lengths.tolist()
+        array = lengths.__array__()  # without the index of a Series
+        # PyTorch accepts neither foreign byte orders, nor negative strides, nor arrays of objects.
+        is_integer = array.dtype.kind in "iu"
+        lengths = array.astype("int64", order="C") if is_integer else array.tolist()
     if isinstance(lengths, (list, tuple)) and any(isinstance(x, bool) for x in lengths):
         raise TypeError("lengths must be integers, got a bool")
     try:
-        given = torch.as_tensor(lengths, device="cpu")
+        lengths = torch.as_tensor(lengths, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"lengths must be a tensor, an array, a list or a Series of integers, got a {kind}: "
             f"{error}"
         ) from error
-    if given.dim() != 1 or given.numel() == 0:
-        raise ValueError(f"lengths must have shape [S], S > 0, got {list(given.shape)}")
-    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise TypeError(f"lengths must be integers, got {given.dtype}")
-    lengths = given.long()  # PyTorch has no minimum of most unsigned dtypes
-    if (lengths[at := int(lengths.argmin())]) < 0:
-        number = given[at].item()
-        excess = "negative" if number < 0 else "2**63 or more"
-        raise ValueError(f"lengths must not be {excess}, got {number} at position {at}")
+    if lengths.dim() != 1 or lengths.numel() == 0:
+        raise ValueError(f"lengths must have shape [S], S > 0, got {list(lengths.shape)}")
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
+    lengths = lengths.long()
+    if (lengths < 0).any():  # unsigned lengths that int64 does not hold, too
+        at = int(lengths.argmin())
+        raise ValueError(f"lengths must be 0 to 2**63 - 1, got {int(lengths[at])} at index {at}")
     return lengths

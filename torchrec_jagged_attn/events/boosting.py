@@ -1,4 +1,4 @@
-"""``boost_weights`` and ``EventBoosting``: events that count more, by prior weights."""
+"""``boost_weights`` and ``EventBoosting``: prior weights of events."""
 
 # FX reads annotations, so they are no strings here.
 from collections.abc import Callable
@@ -26,25 +26,25 @@ def boost_weights(
     segments: Tensor | None = None,
     factors: Tensor | None = None,
 ) -> Tensor:
-    r"""Turn relevance and segments of events into prior weights: :math:`r_n^s \cdot f_{g(n)}`.
+    r"""Compute prior weights from relevance and segments of events: :math:`r_n^s \cdot f_{g(n)}`.
 
-    Attention multiplies the softmax's weight of a row by the row's prior weight and normalizes
-    again: its kernels add :math:`s \log r_n + \log f_{g(n)}` to the scores. Only ratios within one
-    user matter.
+    Attention multiplies the softmax weight of a row by the row's prior weight and normalizes again.
+    Only ratios of prior weights within one user matter.
 
     Args:
-        relevance: ``[N]``, not negative, as :class:`Relevance` gives.
-        strength: ``s``, at least 0, which disables relevance.
-        segments: ``[N]`` int32 or int64, 0 to G - 1, such as those of :func:`segment_sessions`.
-        factors: ``[G]``, not negative: the factor of the events of each segment.
+        relevance: ``[N]``, not negative, such as the output of :class:`Relevance`.
+        strength: ``s``, at least 0; 0 disables relevance.
+        segments: ``[N]`` int32 or int64, 0 to G - 1, such as the output of
+            :func:`segment_sessions`.
+        factors: ``[G]``, not negative, the factor of each segment.
 
     Returns:
         ``[N]``, in the dtype of ``relevance``: the ``prior_weights`` of attention.
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape or a device does not fit, ``strength`` is negative, one of ``segments``
-            and ``factors`` is missing, or (on CPU, or under
+        ValueError: a shape or a device does not fit, ``strength`` is negative, only one of
+            ``segments`` and ``factors`` is given, or (on CPU, or under
             ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a segment is not in 0 to G - 1, or relevance or a
             factor is negative or not finite.
 
@@ -74,14 +74,14 @@ def boost_weights(
 class EventBoosting(nn.Module):
     """Weighs events of a KeyedJaggedTensor, for collections with ``is_weighted=True``.
 
-    In such a collection, the weights of a history are prior weights of its rows, and those of a
-    pooled feature are factors of its rows. If the batch has weights, they are multiplied by the new
-    ones; if not, keys other than ``keys`` get weights of one.
+    In such a collection, the weights of a history are prior weights in attention, and the weights
+    of a pooled feature are factors of its rows. If the batch has weights, they are multiplied by
+    the new weights; if not, keys other than ``keys`` get weights of one.
 
     Args:
-        keys: of the features of an event, equally long in each sample.
-        weights: from the KeyedJaggedTensor to a weight of each event, ``[N]`` in the order of the
-            keys' rows, as :func:`boost_weights` makes them.
+        keys: the features of an event, equally long in each sample.
+        weights: a function of the KeyedJaggedTensor that returns the weight of each event, ``[N]``
+            in the order of the keys' rows, such as :func:`boost_weights`.
 
     Raises:
         TypeError: ``keys`` is not a list of names, or ``weights`` cannot be called.
@@ -97,7 +97,7 @@ class EventBoosting(nn.Module):
 
     Source:
         After the abstract of DynamiX (https://arxiv.org/abs/2511.18331), which boosts events for
-        segments of users. That boosts are prior weights of attention is ours.
+        segments of users. The use of prior weights is ours.
     """
 
     def __init__(self, keys: list[str], weights: Callable[[KeyedJaggedTensor], Tensor]) -> None:
@@ -107,26 +107,26 @@ class EventBoosting(nn.Module):
         self.keys, self.weights = keys, weights
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """``features`` with the same rows, weighted.
+        """Return ``features`` with the same rows and new weights.
 
         Raises:
-            TypeError: weights are of a dtype that is not computed with.
-            ValueError: a key is missing, or keys differ in length or batch size; weights are not
-                one for each event; or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is
-                negative or not finite.
+            TypeError: the dtype of the weights is not supported.
+            ValueError: a key is missing, or keys differ in length or batch size; the number of
+                weights is not the number of events; or (on CPU, or under
+                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) a weight is negative or not finite.
         """
         return _boost(features, self.keys, self.weights(features))
 
 
-@torch.fx.wrap  # what branches on the batch is a leaf for FX
+@torch.fx.wrap  # a leaf for FX, because it branches on the batch
 def _boost(features: KeyedJaggedTensor, keys: list[str], weights: Tensor) -> KeyedJaggedTensor:
     check_events(features, keys)
     check_float(weights, "weights")
     counts = dict(zip(features.keys(), features.length_per_key(), strict=True))
     check_shape(weights, "weights", "[N]", (counts[keys[0]],))
     check_finite(weights, "weights", not_negative=True)
-    of_keys = [weights if key in keys else weights.new_ones(count) for key, count in counts.items()]
-    weights, old = torch.cat(of_keys), features.weights_or_none()
+    new = [weights if key in keys else weights.new_ones(count) for key, count in counts.items()]
+    weights, old = torch.cat(new), features.weights_or_none()
     return replace_rows(
         features,
         features.values(),

@@ -1,4 +1,4 @@
-"""``Relevance``: how likely an event converts, given how long it was looked at, and where."""
+"""``Relevance``: the probability that an event converts, by dwell time and surface."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_jagged_attn.checks import (
-    check_bool,
     check_device,
     check_int,
     check_numbers,
@@ -28,21 +27,21 @@ class Relevance(nn.Module):
 
     .. math:: P(conversion \mid dwell, s) = \sigma(a_s + b_s \log(1 + dwell))
 
-    :meth:`update` counts events in bins of :math:`\log(1 + dwell)`, of each surface, converted or
-    not. Counts are integers: their sum does not depend on the order of events, on batches or on
-    ranks. :meth:`fit` computes :math:`a` and :math:`b` from them, by Newton's method in fp64: first
-    those of all surfaces together, which are the mean of the prior of each surface. Neither method
+    :meth:`update` counts events by surface, bin of :math:`\log(1 + dwell)` and conversion. Counts
+    are integers, so their sum does not depend on the order of events, on batches or on ranks.
+    :meth:`fit` computes :math:`a` and :math:`b` from the counts by Newton's method in fp64, first
+    for all surfaces together: the result is the mean of the prior of each surface. Neither method
     waits for the device. Before :meth:`fit`, all probabilities are ½.
 
     Args:
         num_surfaces: ``S``; surfaces are 0 to S - 1.
-        max_dwell: dwell time above which all are equal, in any unit.
-        num_bins: number of bins of the dwell time. Events count as in the middle of their bin.
-        prior: precision of the prior of each surface's ``a`` and ``b``.
-        device: of the buffers.
+        max_dwell: longer dwell times count as this one, in any unit.
+        num_bins: number of bins of the dwell time; a bin counts as its middle.
+        prior: precision of the normal prior of each surface's ``a`` and ``b``.
+        device: device of the buffers.
 
     Attributes:
-        counts: ``[S, num_bins, 2]`` int64: events that did not convert, and that did.
+        counts: ``[S, num_bins, 2]`` int64: events without and with conversion.
         coefficients: ``[S, 2]`` fp32: ``a`` and ``b``.
 
     Raises:
@@ -93,7 +92,7 @@ class Relevance(nn.Module):
         """Count events.
 
         Args:
-            dwell: ``[N]``, integers or floating point. Less than 0, and NaN, count as 0.
+            dwell: ``[N]``, integers or floating point; negative values and NaN count as 0.
             surface: ``[N]`` integers.
             converted: ``[N]`` bool, or integers 0 and 1.
 
@@ -104,39 +103,43 @@ class Relevance(nn.Module):
                 ``converted`` is neither 0 nor 1.
         """
         self._check(dwell, surface)
-        _check_converted(converted, dwell, "dwell")
+        check_shape(converted, "converted", "[N]", (dwell.shape[0],))
+        check_same(dwell, "dwell", dtype=False, converted=converted)
+        if converted.is_floating_point() or converted.is_complex():
+            raise TypeError(f"converted must be bool or integers 0 and 1, got {converted.dtype}")
+        if should_validate(converted) and (wrong := (converted != 0) & (converted != 1)).any():
+            raise ValueError(f"converted must be 0 or 1, got {converted[wrong][0].item()}")
         bins = (self._log_dwell(dwell).double() / self.bin_width).long().clamp(0, self.num_bins - 1)
-        at = (surface.long() * self.num_bins + bins) * 2 + (converted != 0).long()
-        self.counts.view(-1).index_add_(0, at, torch.ones_like(at))
+        index = (surface.long() * self.num_bins + bins) * 2 + (converted != 0).long()
+        self.counts.view(-1).index_add_(0, index, torch.ones_like(index))
 
     @torch.no_grad()
     def fit(self, *, process_group: dist.ProcessGroup | None = None) -> None:
-        """Find ``coefficients`` for all events that were counted.
+        """Fit ``coefficients`` to the counted events of all ranks.
 
-        Where a process group is initialized, every rank must call it: the ranks' counts are added
-        up, and ``counts`` stay those of each rank.
+        If a process group is initialized, every rank must call this method. It sums the counts of
+        all ranks, and leaves ``counts`` of each rank unchanged.
 
         Args:
-            process_group: the ranks whose counts are added up; by default, those of the default
-                process group.
+            process_group: the ranks whose counts are summed, by default the default process group.
         """
         middles = (torch.arange(self.num_bins, device=self.counts.device) + 0.5) * self.bin_width
         x = torch.stack([torch.ones_like(middles), middles], 1).double()  # [bins, 2]
         counts = Ranks(process_group).sum(self.counts).double()
         start = torch.zeros(1, 2, dtype=torch.float64, device=counts.device)
-        of_all = _newton(x, counts.sum(0, keepdim=True), start, self.prior)
-        of_each = _newton(x, counts, of_all.expand(self.num_surfaces, -1), self.prior)
-        self.coefficients.copy_(of_each)
+        shared = _newton(x, counts.sum(0, keepdim=True), start, self.prior)
+        coefficients = _newton(x, counts, shared.expand(self.num_surfaces, -1), self.prior)
+        self.coefficients.copy_(coefficients)
 
     @torch.no_grad()
     def forward(self, dwell: Tensor, surface: Tensor) -> Tensor:
-        """The probability of each event to convert, ``[N]`` fp32; without a gradient.
+        """Return the probability that each event converts, ``[N]`` fp32; without a gradient.
 
         Args:
             dwell, surface: as in :meth:`update`.
 
         Raises:
-            TypeError, ValueError: as there.
+            TypeError, ValueError: as in :meth:`update`.
         """
         self._check(dwell, surface)
         a, b = self.coefficients[surface].unbind(1)
@@ -144,11 +147,11 @@ class Relevance(nn.Module):
 
     @torch.no_grad()
     def mutual_information(self, num_bins: int = 16) -> Tensor:
-        r"""What dwell tells of conversion on each surface: :math:`I(bin; conversion)` in nats.
+        r"""Return the mutual information of dwell time and conversion on each surface, in nats.
 
         Args:
-            num_bins: the bins are joined to so many, a divisor of their number: few events in many
-                bins seem to tell more than they do.
+            num_bins: number of bins after neighbors are joined, a divisor of the module's
+                ``num_bins``. With few events per bin, the mutual information is overestimated.
 
         Returns:
             ``[S]`` fp64; 0 for surfaces without events.
@@ -160,7 +163,10 @@ class Relevance(nn.Module):
         num_bins = check_int(num_bins, "num_bins", 1)
         if self.num_bins % num_bins:
             raise ValueError(f"num_bins must divide {self.num_bins}, got {num_bins}")
-        return _mutual_information(self.counts.view(self.num_surfaces, num_bins, -1, 2).sum(2))
+        p = self.counts.view(self.num_surfaces, num_bins, -1, 2).sum(2).double()
+        p = p / p.sum((1, 2), keepdim=True).clamp(min=1)
+        independent = p.sum(2, keepdim=True) * p.sum(1, keepdim=True)
+        return torch.where(p > 0, p * (p / independent.clamp(min=1e-300)).log(), 0).sum((1, 2))
 
     def _check(self, dwell: Tensor, surface: Tensor) -> None:
         check_shape(dwell, "dwell", "[N]", (None,))
@@ -171,25 +177,16 @@ class Relevance(nn.Module):
         check_numbers(surface, "surface", self.num_surfaces)
 
     def _log_dwell(self, dwell: Tensor) -> Tensor:
-        """In fp32, of no more than the longest dwell time."""
+        """``log(1 + dwell)`` in fp32, with ``dwell`` limited to ``max_dwell``."""
         longest = self.num_bins * self.bin_width
         return dwell.float().nan_to_num(nan=0.0).clamp(min=0).log1p().clamp(max=longest)
 
 
-def _check_converted(converted: Tensor, like: Tensor, like_name: str) -> None:
-    """It must be bool, or integers 0 and 1, for each of the rows of ``like``."""
-    check_shape(converted, "converted", "[N]", (like.shape[0],))
-    check_same(like, like_name, dtype=False, converted=converted)
-    if converted.is_floating_point() or converted.is_complex():
-        raise TypeError(f"converted must be bool or integers 0 and 1, got {converted.dtype}")
-    if should_validate(converted) and (wrong := (converted != 0) & (converted != 1)).any():
-        raise ValueError(f"converted must be 0 or 1, got {converted[wrong][0].item()}")
-
-
 def _newton(x: Tensor, counts: Tensor, center: Tensor, prior: float) -> Tensor:
-    """``[S, 2]``: coefficients of most likely ``counts [S, bins, 2]``, drawn towards ``center``.
+    """``[S, 2]``: maximum a posteriori coefficients for ``counts [S, bins, 2]``.
 
-    A step that does not lower the loss is halved, again and again; so it converges from anywhere.
+    ``center`` is the mean of the prior. A step is halved until it lowers the loss, so the iteration
+    converges from any start.
     """
 
     def loss(w: Tensor) -> Tensor:
@@ -199,14 +196,14 @@ def _newton(x: Tensor, counts: Tensor, center: Tensor, prior: float) -> Tensor:
         return nll.sum(1) + prior / 2 * (w - center).square().sum(1)
 
     w, total = center.clone(), counts.sum(2)
-    squares = torch.stack([x[:, 0], x[:, 1], x[:, 1].square()], 1)  # of which curvatures are sums
+    squares = torch.stack([x[:, 0], x[:, 1], x[:, 1].square()], 1)  # 1, x, x² of the Hessian
     for _ in range(NEWTON_STEPS):
         p = torch.sigmoid(w @ x.T)
         gradient = (total * p - counts[..., 1]) @ x + prior * (w - center)
         aa, ab, bb = ((total * p * (1 - p)) @ squares).unbind(1)
         aa, bb = aa + prior, bb + prior
-        of_a, of_b = gradient.unbind(1)
-        step = torch.stack([bb * of_a - ab * of_b, aa * of_b - ab * of_a], 1)
+        grad_a, grad_b = gradient.unbind(1)
+        step = torch.stack([bb * grad_a - ab * grad_b, aa * grad_b - ab * grad_a], 1)
         step /= (aa * bb - ab * ab).unsqueeze(1)
         before = loss(w)
         size = torch.ones_like(before)
@@ -215,90 +212,3 @@ def _newton(x: Tensor, counts: Tensor, center: Tensor, prior: float) -> Tensor:
         improves = loss(w - size.unsqueeze(1) * step) <= before
         w = torch.where(improves.unsqueeze(1), w - size.unsqueeze(1) * step, w)
     return w
-
-
-def _mutual_information(counts: Tensor) -> Tensor:
-    """``[…]`` nats, of two variables whose joint counts are ``[…, K, C]``; 0 without any."""
-    p = counts.double()
-    p = p / p.sum((-2, -1), keepdim=True).clamp(min=1)
-    independent = p.sum(-1, keepdim=True) * p.sum(-2, keepdim=True)
-    return torch.where(p > 0, p * (p / independent.clamp(min=1e-300)).log(), 0).sum((-2, -1))
-
-
-def rank_attributes(
-    attributes: Tensor, converted: Tensor, count: int, *, min_redundancy: bool = False
-) -> tuple[list[int], list[float]]:
-    r"""Choose the attributes of events with the most information on conversions.
-
-    The relevance of an attribute is its mutual information with conversion, in nats. With
-    ``min_redundancy``, attributes are chosen one after the other, each time the one with the most
-    relevance minus its mean mutual information with those chosen before:
-
-    .. math:: I(x_i; y) - \frac{1}{|C|} \sum_{j \in C} I(x_i; x_j)
-
-    The host waits for the device.
-
-    Args:
-        attributes: ``[N, F]`` integers from 0, such as surface, a bin of the dwell time, kind. Each
-            should have few values, since those of two attributes are counted jointly.
-        converted: ``[N]`` bool, or integers 0 and 1.
-        count: how many attributes to choose, at most ``F``.
-        min_redundancy: whether to subtract the information shared with chosen attributes.
-
-    Returns:
-        The chosen columns, the best first; and the value of each when it was chosen.
-
-    Raises:
-        TypeError: ``attributes`` or ``count`` are no integers, or ``converted`` neither bool nor
-            integers.
-        ValueError: a shape, a device or ``count`` does not fit, an attribute is negative, or (on
-            CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) ``converted`` is neither 0 nor 1.
-
-    Example:
-        >>> dwell_bin, kind = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1])
-        >>> attributes = torch.stack([kind, dwell_bin], 1)
-        >>> rank_attributes(attributes, torch.tensor([False, False, True, True]), 1)
-        ([1], [0.6931471805599453])
-
-    Source:
-        Maximum relevance is in the abstract of DynamiX (https://arxiv.org/abs/2511.18331); minimum
-        redundancy is Peng, Long and Ding's (TPAMI 2005), equation 6.
-    """
-    check_shape(attributes, "attributes", "[N, F]", (None, None))
-    if attributes.is_floating_point() or attributes.is_complex() or attributes.dtype == torch.bool:
-        raise TypeError(f"attributes must be integers, got {attributes.dtype}")
-    _check_converted(converted, attributes, "attributes")
-    columns = list(attributes.long().unbind(1))
-    check_int(count, "count", 1)
-    check_bool(min_redundancy, "min_redundancy")
-    if count > len(columns):
-        raise ValueError(f"count must be 1 to {len(columns)}, got {count}")
-    if attributes.numel() and int(attributes.min()) < 0:
-        raise ValueError(f"attributes must not be negative, got {int(attributes.min())}")
-    label = (converted != 0).long()
-    relevance = [_information_of(column, label) for column in columns]
-    redundancy = [0.0] * len(columns)
-    chosen: list[int] = []
-    worths: list[float] = []
-    while len(chosen) < count:
-        worth = {
-            at: relevance[at] - (redundancy[at] / len(chosen) if chosen else 0.0)
-            for at in range(len(columns))
-            if at not in chosen
-        }
-        best = max(worth, key=lambda at: worth[at])  # the first of equals
-        chosen.append(best)
-        worths.append(worth[best])
-        if min_redundancy:
-            for at in worth:
-                redundancy[at] += _information_of(columns[at], columns[best])
-    return chosen, worths
-
-
-def _information_of(x: Tensor, y: Tensor) -> float:
-    """Mutual information of two columns of small integers."""
-    if not x.numel():
-        return 0.0
-    num_x, num_y = int(x.max()) + 1, int(y.max()) + 1
-    counts = torch.bincount(x * num_y + y, minlength=num_x * num_y)
-    return _mutual_information(counts.view(num_x, num_y)).item()

@@ -1,22 +1,35 @@
-"""``select_events``, of looked-up rows; ``EventSelection``, before that."""
+"""``select_events`` keeps looked-up events, and ``EventSelection`` events of a batch."""
 
 # FX reads annotations, so they are no strings here.
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from numbers import Real
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn.checks import check_int
+from torchrec_jagged_attn.checks import (
+    check_float,
+    check_int,
+    check_integers,
+    check_offsets_metadata,
+    check_same,
+    check_shape,
+    should_validate,
+)
 from torchrec_jagged_attn.collection.batch_checks import (
     check_equal_keys,
     check_equal_lengths,
     replace_rows,
 )
-from torchrec_jagged_attn.selection.api import check_threshold, select_rows, take_rows
+from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.events.rows import select_rows, take_rows
+from torchrec_jagged_attn.layout import check_offsets_values
 
 Histories = TypeVar("Histories", JaggedTensor, dict[str, JaggedTensor])
+NO_LIMIT = 2**62
 
 
 def select_events(
@@ -30,23 +43,37 @@ def select_events(
 ) -> Histories:
     """Keep the events of each user with the highest scores, or the newest, in their order.
 
-    If scores are equal, the newer event is kept first. Values and weights have gradients, scores
-    have none. :func:`select_rows` finds the events.
+    An event is kept if its score is at least ``threshold`` and among the ``keep`` highest of its
+    user (and segment); of equal scores, newer events are kept first. Events whose score is NaN are
+    never kept. Without scores, the newest events are kept. Values and weights have gradients,
+    scores have none.
+
+    The selection is deterministic, and does not depend on the events of other users.
 
     Args:
         events: of ``B`` users with ``N`` events in all, the oldest first; several histories of the
             same events by name, whose events are kept or removed together.
-        scores, keep, threshold, segments: as for :func:`select_rows`, of events and users.
-        capacity: maximum number of kept events of all users. Values then have this number of rows,
-            zeros after the last event, and the host does not wait for the device. By default, they
-            have one row per kept event.
+        scores: ``[N]`` of fp32, bf16 or fp16 (on CPU also fp64).
+        keep: maximum number of events per user: one number, or ``[B]`` integers. With ``segments``,
+            per user and segment: ``S`` numbers, or ``[B, S]`` integers. By default, no maximum.
+        threshold: lowest score that is kept.
+        segments: ``[N]`` int32 or int64, the segment of each event in 0…S - 1; events with other
+            numbers are not kept.
+        capacity: maximum number of kept events of all users; events beyond it, of the last users,
+            are dropped. Values then have this number of rows, zeros after the last event, and the
+            host does not wait for the device. By default, they have one row per kept event, and the
+            host waits once for their number.
 
     Returns:
         Like ``events``, with the kept ones.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`select_rows`; there is neither
-            ``keep`` nor ``threshold``; or histories of several names differ in length.
+        TypeError: a dtype or type does not fit.
+        ValueError: a shape, a device, a number or (on CPU, or under
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or of ``keep`` do not fit, or
+            more events are kept than ``capacity``; there is neither ``keep`` nor ``threshold``; or
+            histories of several names differ in length.
+        NotImplementedError: the device is neither CPU nor CUDA.
 
     Example:
         >>> clicks = JaggedTensor(torch.tensor([7, 3, 5, 9]), lengths=torch.tensor([3, 1]))
@@ -55,39 +82,83 @@ def select_events(
         >>> select_events(clicks, keep=2).to_dense()
         [tensor([3, 5]), tensor([9])]
     """
-    check_limits(keep, threshold)
-    options = {"keep": keep, "threshold": threshold, "segments": segments, "capacity": capacity}
-    if not isinstance(events, dict):
-        return select_events({"events": events}, scores, **options)["events"]
-    if not events:
+    histories = events if isinstance(events, dict) else {"events": events}
+    if not histories:
         raise ValueError("events must have one history or more, got none")
-    for name, history in events.items():
+    for name, history in histories.items():
         if not isinstance(history, JaggedTensor):
             raise TypeError(f"{name} must be a JaggedTensor, got a {type(history).__name__}")
-    first_name, first = next(iter(events.items()))
-    for name, history in events.items():
+    first_name, first = next(iter(histories.items()))
+    for name, history in histories.items():
         check_equal_lengths(history, name, first, first_name)
-    return cast("Histories", _selected(events, scores, **options))
-
-
-def _selected(
-    histories: dict[str, JaggedTensor], scores: Tensor | None, **options: Any
-) -> dict[str, JaggedTensor]:
-    """Of histories of the same events, those that ``select_rows`` keeps."""
-    first = next(iter(histories.values()))
-    num_rows = first.values().shape[0]
-    selected = select_rows(first.offsets(), scores, num_rows=num_rows, **options)
-    lengths = selected.offsets.diff().to(first.lengths().dtype)
+    _check_limits(keep, threshold, scores)
+    if capacity is not None:
+        capacity = check_int(capacity, "capacity", 0, "an int or None")
+    rows, offsets = _select_rows(first, scores, keep, threshold, segments, capacity)
+    lengths, is_padded = offsets.diff().to(first.lengths().dtype), capacity is not None
     kept = {}
     for name, history in histories.items():
-        weights = history.weights_or_none()
+        values, weights = history.values(), history.weights_or_none()
         kept[name] = JaggedTensor(
-            take_rows(history.values(), selected),
-            None if weights is None else take_rows(weights, selected),
+            take_rows(values, rows, is_padded=is_padded),
+            None if weights is None else take_rows(weights, rows, is_padded=is_padded),
             lengths,
-            selected.offsets,
+            offsets,
         )
-    return kept
+    return cast("Histories", kept if isinstance(events, dict) else kept["events"])
+
+
+def _select_rows(
+    history: JaggedTensor,
+    scores: Tensor | None,
+    keep: int | Sequence[int] | Tensor | None,
+    threshold: float | None,
+    segments: Tensor | None,
+    capacity: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The rows to keep and their offsets; checks all tensors."""
+    offsets, num_rows = history.offsets(), history.values().shape[0]
+    check_offsets_metadata(offsets)
+    implementation(offsets.device)
+    if scores is not None:
+        check_float(scores, "scores")
+        check_shape(scores, "scores", "[N]", (num_rows,))
+    if segments is not None:
+        check_shape(segments, "segments", "[N]", (num_rows,))
+        check_integers(segments, "segments")
+    check_same(offsets, "offsets", dtype=False, scores=scores, segments=segments)
+    check_offsets_values(offsets, num_rows, "offsets")
+    budgets = _budgets(keep, segments, offsets)
+    return select_rows(offsets, num_rows, scores, segments, budgets, threshold, capacity)
+
+
+def _budgets(
+    keep: int | Sequence[int] | Tensor | None, segments: Tensor | None, offsets: Tensor
+) -> Tensor:
+    """``[B, S]`` int64: how many events of each user and segment may be kept."""
+    num_users = offsets.shape[0] - 1
+    if isinstance(keep, Tensor):
+        check_integers(keep, "keep")
+        check_same(offsets, "offsets", dtype=False, keep=keep)
+        if segments is None:
+            check_shape(keep, "keep", "[B]", (num_users,))
+            keep = keep.unsqueeze(1)
+        check_shape(keep, "keep", "[B, S]", (num_users, None))
+        if keep.shape[1] == 0:
+            raise ValueError(f"keep must have one segment or more, got {list(keep.shape)}")
+        if should_validate(keep) and keep.numel() and (least := int(keep.min())) < 0:
+            raise ValueError(f"keep must be at least 0, got {least}")
+        return keep.long()
+    if segments is None:
+        limit = NO_LIMIT if keep is None else keep
+        limits = [check_int(limit, "keep", 0, "an int or [B] integers")]
+    elif isinstance(keep, Sequence) and keep:
+        limits = [check_int(limit, "keep", 0, "ints, one for each segment") for limit in keep]
+    else:
+        raise TypeError(f"keep must have a number for each segment, got {keep!r}")
+    # Filled on the device, since a copy from the host would synchronize.
+    columns = [torch.full((num_users,), limit, device=offsets.device) for limit in limits]
+    return torch.stack(columns, 1)
 
 
 class EventSelection(nn.Module):
@@ -99,14 +170,15 @@ class EventSelection(nn.Module):
     host waits for the number of kept events.
 
     Args:
-        keys: of the features of an event, equally long in each sample, the oldest event first.
+        keys: the features of an event, equally long in each sample, the oldest event first.
         keep: maximum number of events per sample; with ``segments``, a list with a number for each
             segment. Or a function of the KeyedJaggedTensor that returns ``[B]`` integers, or with
             ``segments`` ``[B, S]``: budgets of users. By default, with a threshold, no maximum.
         scores: a function of the KeyedJaggedTensor that returns the score of each event, ``[N]`` in
             the order of the keys' rows. By default, the newest events are kept.
         threshold: lowest score that is kept.
-        segments: a function of it that returns the segment of each event, ``[N]`` integers.
+        segments: a function of the KeyedJaggedTensor that returns the segment of each event,
+            ``[N]`` integers.
 
     Raises:
         TypeError: an argument has another type.
@@ -127,7 +199,7 @@ class EventSelection(nn.Module):
 
     Source:
         After the abstract of DynamiX (https://arxiv.org/abs/2511.18331), which removes events for
-        segments of users. How it is done here is ours.
+        segments of users. The algorithm is ours.
     """
 
     def __init__(
@@ -141,12 +213,10 @@ class EventSelection(nn.Module):
     ) -> None:
         super().__init__()
         check_keys(keys)
-        check_limits(keep, threshold)
         for name, function in (("scores", scores), ("segments", segments)):
             if function is not None:
                 check_callable(function, name)
-        if threshold is not None and scores is None:
-            raise ValueError(f"threshold must be None without scores, got {threshold}")
+        _check_limits(keep, threshold, scores)
         if not callable(keep) and isinstance(keep, list) != (segments is not None):
             raise ValueError(f"keep must be a list if and only if there are segments, got {keep!r}")
         if isinstance(keep, list) and not keep:
@@ -158,7 +228,7 @@ class EventSelection(nn.Module):
         self.scores, self.segments = scores, segments
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """``features`` with the same keys and samples, without the events that are not kept.
+        """Return ``features`` with the same keys and samples, and only the events that are kept.
 
         Raises:
             TypeError: ``features`` are of another type, or a dtype does not fit.
@@ -171,7 +241,7 @@ class EventSelection(nn.Module):
         return _select(features, self.keys, keep, scores, self.threshold, segments)
 
 
-@torch.fx.wrap  # what branches on the batch is a leaf for FX
+@torch.fx.wrap  # a leaf for FX, because it branches on the batch
 def _select(
     features: KeyedJaggedTensor,
     keys: list[str],
@@ -181,47 +251,49 @@ def _select(
     segments: Tensor | None,
 ) -> KeyedJaggedTensor:
     check_events(features, keys)
-    kept = _selected(
-        {key: features[key] for key in keys},
-        scores,
-        keep=keep,
-        threshold=threshold,
-        segments=segments,
-    )
+    rows, offsets = _select_rows(features[keys[0]], scores, keep, threshold, segments)
+    counts, lengths = features.length_per_key(), offsets.diff()
+    weights = features.weights_or_none()
 
-    def joined(x: Tensor, sizes: list[int], of_kept: Callable[[JaggedTensor], Tensor]) -> Tensor:
-        """``x`` of all keys, in which that of events is replaced."""
-        of_keys = zip(features.keys(), x.split(sizes), strict=True)
-        return torch.cat([of_kept(kept[key]) if key in kept else old for key, old in of_keys])
+    def replaced(x: Tensor, sizes: list[int], function: Callable[[Tensor], Tensor]) -> Tensor:
+        """``x`` of all keys, with ``function`` applied to the keys of events."""
+        parts = zip(features.keys(), x.split(sizes), strict=True)
+        return torch.cat([function(part) if key in keys else part for key, part in parts])
 
-    counts, weights = features.length_per_key(), features.weights_or_none()
     return replace_rows(
         features,
-        joined(features.values(), counts, JaggedTensor.values),
-        None if weights is None else joined(weights, counts, JaggedTensor.weights),
-        joined(features.lengths(), features.stride_per_key(), JaggedTensor.lengths),
+        replaced(features.values(), counts, lambda x: x[rows]),
+        None if weights is None else replaced(weights, counts, lambda x: x[rows]),
+        replaced(features.lengths(), features.stride_per_key(), lambda x: lengths.to(x.dtype)),
         [
-            kept[key].values().numel() if key in kept else count
+            rows.numel() if key in keys else count
             for key, count in zip(features.keys(), counts, strict=True)
         ],
     )
 
 
-def check_limits(keep: object, threshold: object) -> None:
-    """One of the two must be given, and a threshold must be a number: else all events are kept."""
+def _check_limits(keep: object, threshold: object, scores: object) -> None:
+    """One of the limits must be given, and a threshold must be a number, with scores."""
     if keep is None and threshold is None:
         raise ValueError("keep or threshold must be given, got neither: all events would be kept")
-    check_threshold(threshold)
+    if threshold is None:
+        return
+    if isinstance(threshold, bool) or not isinstance(threshold, Real):
+        raise TypeError(f"threshold must be a number or None, got {threshold!r}")
+    if math.isnan(threshold):
+        raise ValueError("threshold must be a number or None, got nan")
+    if scores is None:
+        raise ValueError(f"threshold must be None without scores, got {threshold}")
 
 
 def check_callable(function: object, name: str) -> None:
-    """``function`` must be one, of a batch."""
+    """``function`` must be callable."""
     if not callable(function):
         raise TypeError(f"{name} must be a function of a KeyedJaggedTensor, got {function!r}")
 
 
 def check_keys(keys: list[str]) -> None:
-    """There must be some ``keys``, each once."""
+    """``keys`` must be different names, at least one."""
     if not isinstance(keys, (list, tuple)) or not all(isinstance(key, str) for key in keys):
         raise TypeError(f"keys must be a list of names, got {keys!r}")
     if not keys or len(set(keys)) < len(keys):

@@ -1,4 +1,4 @@
-"""``segment_sessions``: which sessions of a user are active, and which passive."""
+"""``segment_sessions`` divides events into active and passive sessions."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, chec
 def segment_sessions(
     relevance: Tensor, offsets: Tensor, timestamps: Tensor, *, gap: float, threshold: float
 ) -> Tensor:
-    r"""Divide events into those of active and of passive sessions.
+    r"""Return whether each event belongs to an active or a passive session.
 
     A session begins with a user's first event, and with each event more than ``gap`` after the
-    previous one. It is active if the probability that one of its events converts is large enough:
+    previous one. It is active if the probability that any of its events converts is at least
+    ``threshold``:
 
     .. math:: 1 - \prod_{n \in session} (1 - r_n) \ge \tau
 
     The host does not wait for the device.
 
     Args:
-        relevance: ``[N]``, the probability ``r`` of each event to convert, as :class:`Relevance`
-            gives.
-        offsets: ``[B + 1]`` int32 or int64, of users, see :class:`JaggedLayout`.
+        relevance: ``[N]``, the probability ``r`` that each event converts, such as the output of
+            :class:`Relevance`.
+        offsets: ``[B + 1]`` int32 or int64, offsets of the users, see :class:`JaggedLayout`.
         timestamps: ``[N]`` int32 or int64, never decreasing within a user.
-        gap: longest pause within a session, in the unit of the timestamps; at least 0.
-        threshold: ``τ``, 0 to 1.
+        gap: longest time between events of a session, in the unit of the timestamps; at least 0.
+        threshold: ``τ``, from 0 to 1.
 
     Returns:
         ``[N]`` int64: 1 for events of active sessions, else 0.
@@ -42,8 +43,8 @@ def segment_sessions(
     Raises:
         TypeError: a dtype or type does not fit.
         ValueError: a shape, a device or a number does not fit; or (on CPU, or under
-            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets do not, a relevance is not
-            from 0 to 1, or timestamps decrease.
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets do not fit, a relevance is
+            not from 0 to 1, or timestamps decrease.
 
     Example:
         >>> relevance = torch.tensor([0.5, 0.5, 0.1, 0.6])
@@ -69,12 +70,13 @@ def segment_sessions(
             raise ValueError(f"relevance must be 0 to 1, got {relevance[wrong][0].item()}")
     check_order(timestamps, offsets)
     users = layout.sample_ids()
-    begins = torch.ones_like(users, dtype=torch.bool)
-    begins[1:] = (users.diff() != 0) | (timestamps.long().diff().double() > gap)
-    session = begins.cumsum(0) - 1
-    # As many sessions as events, at most; the last ones are empty.
+    is_start = torch.ones_like(users, dtype=torch.bool)
+    is_start[1:] = (users.diff() != 0) | (timestamps.long().diff().double() > gap)
+    session = is_start.cumsum(0) - 1
+    # Offsets of N sessions, the maximum number; the last ones are empty.
     numbers = torch.arange(num_rows + 1, device=session.device)
-    bounds = torch.searchsorted(session, numbers)
-    log_fails = torch.log1p(-relevance.double())
-    log_fails = torch.segment_reduce(log_fails, "sum", offsets=bounds, initial=0.0, unsafe=True)
+    session_offsets = torch.searchsorted(session, numbers)
+    log_fails = torch.segment_reduce(
+        torch.log1p(-relevance.double()), "sum", offsets=session_offsets, initial=0.0, unsafe=True
+    )
     return (-torch.expm1(log_fails) >= threshold).long()[session]

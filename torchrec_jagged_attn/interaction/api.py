@@ -1,4 +1,4 @@
-"""The feature interaction ops of the paper's Table 1, unfused, and further ones."""
+"""The unfused feature-interaction ops of the paper's Table 1, and elementwise ops."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import Tensor
 from torchrec_jagged_attn.checks import (
     check_has_values,
     check_int,
-    check_rows,
     check_shape,
-    check_tensor,
     should_validate,
 )
 from torchrec_jagged_attn.interaction import gradients as registered
@@ -31,7 +29,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
             ``offsets[b + 1] - 1``.
 
     Returns:
-        ``[N, T]``, in the dtype of ``x``; under autocast in its dtype, as ``torch.bmm`` gives.
+        ``[N, T]``, in the dtype of ``x``; under autocast in its dtype, as ``torch.bmm``.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -56,7 +54,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     r"""Sum the outer products of each sample's rows: :math:`out_b = \sum_{n \in b} x_n^T y_n`.
 
-    An empty sample has zeros.
+    The result of an empty sample is zeros.
 
     Args:
         x: ``[N, D]`` rows of all samples, one sample after the other. fp32, bf16 or fp16 (on CPU
@@ -65,7 +63,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
 
     Returns:
-        ``[B, D, T]``, in the dtype of ``x``; under autocast in its dtype, as ``torch.bmm`` gives.
+        ``[B, D, T]``, in the dtype of ``x``; under autocast in its dtype, as ``torch.bmm``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`.
@@ -84,9 +82,9 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
-    r"""Softmax over each sample's rows, of each column: :math:`e^{x_{nt}} / \sum_m e^{x_{mt}}`.
+    r"""Softmax of each column over each sample's rows: :math:`e^{x_{nt}} / \sum_m e^{x_{mt}}`.
 
-    A column of a sample with only ``-inf`` gives zeros.
+    The result of a column with only ``-inf`` is zeros.
 
     Args:
         x: ``[N, T]`` rows of all samples, one sample after the other. fp32, bf16 or fp16 (on CPU
@@ -94,7 +92,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
         offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
 
     Returns:
-        ``[N, T]``, in the dtype of ``x``; in fp32 under autocast, as ``torch.softmax`` gives.
+        ``[N, T]``, in the dtype of ``x``; in fp32 under autocast, as ``torch.softmax``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`.
@@ -121,8 +119,8 @@ def jagged_jagged_bmm_jagged_out(
 ) -> Tensor:
     r"""Dot products of all pairs of rows within each sample: :math:`out_{ij} = x_i \cdot y_j`.
 
-    A sample with ``Lx`` and ``Ly`` rows has ``Lx·Ly`` pairs, row by row of ``x``, after those of
-    the samples before it.
+    A sample with ``Lx`` and ``Ly`` rows has ``Lx·Ly`` consecutive pairs, ``Ly`` for each row of
+    ``x``. Samples keep their order.
 
     Args:
         x: ``[Nx, D]`` rows of all samples, one sample after the other. fp32, bf16 or fp16 (on CPU
@@ -130,14 +128,14 @@ def jagged_jagged_bmm_jagged_out(
         y: ``[Ny, D]``, dtype of ``x``.
         x_offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
         y_offsets: ``[B + 1]`` int32 or int64, the same for ``y``; by default ``x_offsets``.
-        total: ``Σ Lx·Ly``. Without it, it is read from the device, which waits for it once.
+        total: ``Σ Lx·Ly``. By default, the host reads it from the device, and waits for it once.
 
     Returns:
-        ``[Σ Lx·Ly]``, in the dtype of ``x``; under autocast in its dtype, as ``torch.bmm`` gives.
+        ``[Σ Lx·Ly]``, in the dtype of ``x``; under autocast in its dtype, as ``torch.bmm``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`; ``total`` is
-            checked where values of offsets are.
+            checked if the values of offsets are.
 
     Example:
         >>> x = torch.tensor([[1.0], [2.0], [3.0]])
@@ -150,7 +148,6 @@ def jagged_jagged_bmm_jagged_out(
     y_offsets = x_offsets if y_offsets is None else y_offsets
     pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
     if total is None:
-        check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")  # before it waits for the device
         total = _last(pair_offsets, "total")
     else:
         total = check_int(total, "total", 0, "an int or None")
@@ -167,24 +164,24 @@ def array_jagged_bmm_jagged_out(
     *,
     num_rows: int | None = None,
 ) -> Tensor:
-    r"""Sum each sample's rows by the weights of its pairs: :math:`out_i = \sum_j p_{ij} y_j`.
+    r"""Sum each sample's rows, weighted by its pairs: :math:`out_i = \sum_j p_{ij} y_j`.
 
     Args:
-        p: ``[Σ Lx·Ly]``, as :func:`jagged_jagged_bmm_jagged_out` gives. fp32, bf16 or fp16 (on CPU
+        p: ``[Σ Lx·Ly]``, see :func:`jagged_jagged_bmm_jagged_out`. fp32, bf16 or fp16 (on CPU
             also fp64).
         y: ``[Ny, D]`` rows of all samples, one sample after the other, dtype of ``p``.
         x_offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
         y_offsets: ``[B + 1]`` int32 or int64, the same for ``y``; by default ``x_offsets``.
-        num_rows: ``Nx``. Without it, it is ``Ny``, unless ``y_offsets`` are given: then it is read
-            from the device, which waits for it once.
+        num_rows: ``Nx``. By default ``Ny`` without ``y_offsets``; with them, the host reads it from
+            the device, and waits for it once.
 
     Returns:
-        ``[Nx, D]``, in the dtype of ``p``; under autocast in its dtype, as ``torch.bmm`` gives.
-        Where ``Ly`` is 0, rows are zero.
+        ``[Nx, D]``, in the dtype of ``p``; under autocast in its dtype, as ``torch.bmm``. Rows
+        of samples with ``Ly = 0`` are zeros.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`; the size of ``p``
-            is checked where values of offsets are.
+            is checked if the values of offsets are.
 
     Example:
         >>> y = torch.tensor([[1.0], [2.0], [3.0]])
@@ -197,18 +194,15 @@ def array_jagged_bmm_jagged_out(
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
-    check_tensor(y, "y")
-    same_offsets = y_offsets is None
-    y_offsets = x_offsets if y_offsets is None else y_offsets
-    pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
-    if num_rows is None and same_offsets:
+    if num_rows is not None:
+        num_rows = check_int(num_rows, "num_rows", 0, "an int or None")
+    elif y_offsets is None:
         check_shape(y, "y", "[Ny, D]", (None, None))
         num_rows = y.shape[0]
-    elif num_rows is None:
-        check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")  # before it waits for the device
+    y_offsets = x_offsets if y_offsets is None else y_offsets
+    pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
+    if num_rows is None:
         num_rows = _last(x_offsets, "num_rows")
-    else:
-        num_rows = check_int(num_rows, "num_rows", 0, "an int or None")
     return registered.call_array_jagged_bmm(
         *cast_as_products(p, y), x_offsets, y_offsets, pair_offsets, num_rows, False
     )
@@ -217,20 +211,20 @@ def array_jagged_bmm_jagged_out(
 def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = None) -> Tensor:
     r"""Softmax of each row of each sample's pairs: :math:`e^{p_{ij}} / \sum_k e^{p_{ik}}`.
 
-    A row with only ``-inf`` gives zeros.
+    The result of a row with only ``-inf`` is zeros.
 
     Args:
-        p: ``[Σ Lx·Ly]``, as :func:`jagged_jagged_bmm_jagged_out` gives. fp32, bf16 or fp16 (on CPU
+        p: ``[Σ Lx·Ly]``, see :func:`jagged_jagged_bmm_jagged_out`. fp32, bf16 or fp16 (on CPU
             also fp64).
         x_offsets: ``[B + 1]`` int32 or int64, see :func:`jagged_dense_bmm`.
         y_offsets: ``[B + 1]`` int32 or int64, the same for y; by default ``x_offsets``.
 
     Returns:
-        ``[Σ Lx·Ly]``, in the dtype of ``p``; in fp32 under autocast, as ``torch.softmax`` gives.
+        ``[Σ Lx·Ly]``, in the dtype of ``p``; in fp32 under autocast, as ``torch.softmax``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`jagged_dense_bmm`; the size of ``p``
-            is checked where values of offsets are.
+            is checked if the values of offsets are.
 
     Example:
         >>> jagged2_softmax(torch.tensor([1.0, 1.0, 5.0, 5.0, 9.0]), torch.tensor([0, 2, 3]))
@@ -298,13 +292,11 @@ def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _last(offsets: Tensor, name: str) -> int:
-    """The number of rows or pairs that ``offsets`` divide, the argument ``name``; waits for the
-    device once.
-    """
+    """Read the default of the argument ``name``, the last of ``offsets``, from the device."""
     check_has_values(offsets, name)
     size = cast("int", offsets[-1].item())  # torch.export cannot trace int(offsets[-1])
     if torch.compiler.is_compiling():
-        torch._check_value(size >= 0)  # without a message: a strict export takes none
+        torch._check_value(size >= 0)  # a strict export allows no message
     elif size < 0:
         raise ValueError(f"offsets must not end below 0, got {size}")
     return size

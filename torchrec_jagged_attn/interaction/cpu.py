@@ -1,8 +1,8 @@
-"""The feature-interaction ops in plain PyTorch, without padding: what runs on CPU.
+"""The feature-interaction ops on a CPU, in PyTorch without padding.
 
-Products and sums are taken in fp32 (fp64 for fp64 inputs), as in the kernels. Where shapes fit, a
-product is one ``grouped_mm`` for all samples, else one product per sample: the bits of a batched
-product would depend on how many samples there are.
+Products and sums are computed in fp32 (fp64 for fp64 inputs), as in the kernels. A product is one
+``grouped_mm`` for all samples if it supports the operands, else one product per sample. The bits of
+a batched product would depend on the number of samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     if _fits_grouped_mm(x) and _fits_grouped_mm(y):
         return F.grouped_mm(x, y, offs=offsets[1:].int()).to(dtype).contiguous()
     out = x.new_empty(x.shape[0], y.shape[2], dtype=dtype)
-    for rows, y_DT in zip(_slices(offsets), y, strict=True):
+    for (rows,), y_DT in zip(_slices(offsets), y, strict=True):
         out[rows] = x[rows] @ y_DT
     return out
 
@@ -34,27 +34,13 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     if _fits_grouped_mm(x) and _fits_grouped_mm(y):
         return F.grouped_mm(x.T, y, offs=offsets[1:].int()).to(dtype).contiguous()
     out = x.new_empty(offsets.numel() - 1, x.shape[1], y.shape[1], dtype=dtype)
-    for rows, out_DT in zip(_slices(offsets), out, strict=True):
+    for (rows,), out_DT in zip(_slices(offsets), out, strict=True):
         out_DT[:] = x[rows].T @ y[rows]
     return out
 
 
-def jagged_dense_bmm_backward(
-    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and ``y``."""
-    return jagged_dense_bmm(grad_out, y.mT, offsets), jagged_jagged_bmm(x, grad_out, offsets)
-
-
-def jagged_jagged_bmm_backward(
-    grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and ``y``."""
-    return jagged_dense_bmm(y, grad_out.mT, offsets), jagged_dense_bmm(x, grad_out, offsets)
-
-
 def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    """``[B + 1]`` int64: where each sample's pairs begin."""
+    """``[B + 1]`` int64 offsets of the pairs of each sample."""
     pairs = x_offsets.diff().long() * y_offsets.diff()
     return F.pad(pairs.cumsum(0), (1, 0))
 
@@ -65,8 +51,7 @@ def pair_bmm(
     """``[Nx, D], [Ny, D] → [total]``."""
     out = x.new_empty(total)
     x, y = _compute(x), _compute(y)
-    samples = zip(_slices(x_offsets), _slices(y_offsets), _slices(pair_offsets), strict=True)
-    for x_rows, y_rows, pairs in samples:
+    for x_rows, y_rows, pairs in _slices(x_offsets, y_offsets, pair_offsets):
         out[pairs] = (x[x_rows] @ y[y_rows].T).flatten()
     return out
 
@@ -83,8 +68,7 @@ def array_jagged_bmm(
     """``[Σ Lx·Ly], [Ny, D] → [Nx, D]``; if ``transposed``, ``[Nx, D] → [Ny, D]``."""
     out = y.new_empty(num_rows, y.shape[1])
     p, y = _compute(p), _compute(y)
-    samples = zip(_slices(x_offsets), _slices(y_offsets), _slices(pair_offsets), strict=True)
-    for x_rows, y_rows, pairs in samples:
+    for x_rows, y_rows, pairs in _slices(x_offsets, y_offsets, pair_offsets):
         p_XY = p[pairs].view(x_rows.stop - x_rows.start, y_rows.stop - y_rows.start)
         if transposed:
             out[y_rows] = p_XY.T @ y[x_rows]
@@ -94,17 +78,17 @@ def array_jagged_bmm(
 
 
 def softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
-    """Of each column of each sample's rows of ``[N, T]``.
+    """Softmax of each column of each sample's rows of ``x`` ``[N, T]``.
 
-    Or, given y's offsets, of each row of each sample's pairs in ``[Σ Lx·Ly]``, where
-    ``offsets`` are those of pairs.
+    With ``y_offsets``, of each row of each sample's pairs ``[Σ Lx·Ly]``, and ``offsets`` are pair
+    offsets.
     """
     if y_offsets is not None:
         out = x.new_empty(x.shape)
-        for pairs, shape in _pairs(offsets, y_offsets):
+        for pairs, shape in _nonempty_pairs(offsets, y_offsets):
             x_XY = _compute(x[pairs]).view(shape)
-            hidden = x_XY.amax(1, keepdim=True) == -torch.inf
-            out[pairs] = x_XY.softmax(1).masked_fill_(hidden, 0).flatten()
+            is_masked = x_XY.amax(1, keepdim=True) == -torch.inf
+            out[pairs] = x_XY.softmax(1).masked_fill_(is_masked, 0).flatten()
         return out
     x_NT, sample_ids = _compute(x).contiguous(), JaggedLayout(offsets, x.shape[0]).sample_ids()
     largest_BT = torch.segment_reduce(x_NT, "max", offsets=offsets, unsafe=True)
@@ -117,10 +101,10 @@ def softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
 def softmax_backward(
     grad_out: Tensor, out: Tensor, offsets: Tensor, y_offsets: Tensor | None
 ) -> Tensor:
-    """Gradient of what :func:`softmax` made ``out`` of."""
+    """Gradient of the input of :func:`softmax`, which returned ``out``."""
     if y_offsets is not None:
         grad_x = out.new_empty(out.shape)
-        for pairs, shape in _pairs(offsets, y_offsets):
+        for pairs, shape in _nonempty_pairs(offsets, y_offsets):
             p_XY, dp_XY = (_compute(x[pairs]).view(shape) for x in (out, grad_out))
             ds_XY = p_XY * (dp_XY - (p_XY * dp_XY).sum(1, keepdim=True))
             grad_x[pairs] = ds_XY.flatten()
@@ -132,33 +116,38 @@ def softmax_backward(
 
 
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor:
-    """``[N, D]`` plus or times the row of ``[B, D]`` of each row's sample."""
+    """Each row of ``x`` ``[N, D]`` plus or times its sample's row of ``y`` ``[B, D]``."""
     rows = y.index_select(0, JaggedLayout(offsets, x.shape[0]).sample_ids())
     return rows.mul_(x) if multiply else rows.add_(x)
 
 
 def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
-    """``[N, D] → [B, D]``: the sum of each sample's rows of x, or of x · y."""
+    """The sum ``[B, D]`` of each sample's rows of ``x`` ``[N, D]``, or of ``x · y``."""
     products = _compute(x) if y is None else _compute(x) * _compute(y)
     return _sum_rows(products, offsets).to(x.dtype)
 
 
-def _pairs(offsets: Tensor, y_offsets: Tensor) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """The pairs of each sample, and their shape; those of the samples that have some."""
-    for pairs, num_y in zip(_slices(offsets), y_offsets.diff().tolist(), strict=True):
+def _nonempty_pairs(
+    pair_offsets: Tensor, y_offsets: Tensor
+) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """Yield the pairs of each sample that has some, and their shape ``(Lx, Ly)``."""
+    for (pairs,), num_y in zip(_slices(pair_offsets), y_offsets.diff().tolist(), strict=True):
         if pairs.stop > pairs.start:
             yield pairs, ((pairs.stop - pairs.start) // num_y, num_y)
 
 
 def _sum_rows(x_NT: Tensor, offsets: Tensor) -> Tensor:
-    """``[B, T]`` over each sample's rows; in fp64, since one is added after the other."""
+    """Sum each sample's rows to ``[B, T]``, in fp64, since the sum is sequential."""
     total = torch.segment_reduce(x_NT.double().contiguous(), "sum", offsets=offsets, unsafe=True)
     return total.to(x_NT.dtype)
 
 
-def _slices(offsets: Tensor) -> Iterator[slice]:
-    """The elements of each sample."""
-    return itertools.starmap(slice, itertools.pairwise(offsets.tolist()))
+def _slices(*all_offsets: Tensor) -> Iterator[tuple[slice, ...]]:
+    """Yield the rows of each sample, one slice for each of the given offsets."""
+    slices = (
+        itertools.starmap(slice, itertools.pairwise(offsets.tolist())) for offsets in all_offsets
+    )
+    return zip(*slices, strict=True)
 
 
 def _compute(x: Tensor) -> Tensor:
@@ -166,10 +155,10 @@ def _compute(x: Tensor) -> Tensor:
 
 
 def _fits_grouped_mm(x: Tensor) -> bool:
-    """``grouped_mm`` takes fp32, in rows or columns that begin at multiples of 16 bytes."""
+    """Whether ``grouped_mm`` supports ``x``: fp32, rows or columns aligned to 16 bytes."""
     if x.dtype != torch.float32 or x.data_ptr() % 16 or x.numel() == 0:
         return False
-    *of_batch, of_row, of_column = x.stride()
-    by_row = of_column == 1 and of_row >= x.shape[-1] and of_row % 4 == 0
-    by_column = of_row == 1 and of_column >= x.shape[-2] and of_column % 4 == 0
-    return (by_row or by_column) and all(stride % 4 == 0 for stride in of_batch)
+    *batch_strides, row_stride, column_stride = x.stride()
+    row_major = column_stride == 1 and row_stride >= x.shape[-1] and row_stride % 4 == 0
+    column_major = row_stride == 1 and column_stride >= x.shape[-2] and column_stride % 4 == 0
+    return (row_major or column_major) and all(stride % 4 == 0 for stride in batch_strides)

@@ -1,4 +1,4 @@
-"""The registered ops behind the feature interactions, whose gradients are made of one another:
+"""The registered ops behind the feature interactions. Their gradients are the same operations:
 
     out = dense(x, y)     dx = dense(dout, yᵀ)    dy = jagged(x, dout)
     out = jagged(x, y)    dx = dense(y, doutᵀ)    dy = dense(x, dout)
@@ -8,12 +8,13 @@
     out = x · y           dx = dout · y           dy = sum(dout · x)
 
 where dense is ``jagged_dense_bmm``, jagged ``jagged_jagged_bmm``, pairs :data:`pair_bmm` and array
-:data:`array_jagged_bmm`. Both gradients of dense, and both of jagged, are made in one pass.
+:data:`array_jagged_bmm`. On a GPU, one kernel computes both gradients of dense, and both of jagged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from torchrec_jagged_attn.checks import (
     should_validate,
 )
 from torchrec_jagged_attn.devices import implementation_of
-from torchrec_jagged_attn.interaction import cpu as reference
+from torchrec_jagged_attn.interaction import cpu
 from torchrec_jagged_attn.interaction.kernels import product_gradients as gradient_kernels
 from torchrec_jagged_attn.interaction.kernels import products as product_kernels
 from torchrec_jagged_attn.interaction.kernels import rows as row_kernels
@@ -39,7 +40,7 @@ from torchrec_jagged_attn.runtime.registration import register_op, register_op_w
 
 
 class Rows(NamedTuple):
-    """Rows ``x`` ``[N, D]``, and what ``y`` has for each sample, or for each row."""
+    """Rows ``x`` ``[N, D]``, and ``y`` with one entry per sample or per row."""
 
     x: Tensor
     y: Tensor
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Rows ``x`` ``[Nx, D]`` and ``y`` ``[Ny, D]`` that make ``total`` pairs."""
+    """Rows ``x`` ``[Nx, D]`` and ``y`` ``[Ny, D]`` with ``total`` pairs."""
 
     x: Tensor
     y: Tensor
@@ -58,9 +59,9 @@ class Pairs(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """Pairs ``p`` ``[Σ Lx·Ly]`` and rows ``y`` ``[Ny, D]`` for ``num_rows`` rows.
+    """Weights ``p`` ``[Σ Lx·Ly]`` of pairs and rows ``y`` ``[Ny, D]``, for ``num_rows`` sums.
 
-    If ``transposed``, ``y`` is ``[Nx, D]``, and there are ``Ny`` rows.
+    If ``transposed``, ``y`` is ``[Nx, D]`` and there are ``Ny`` sums.
     """
 
     p: Tensor
@@ -73,7 +74,7 @@ class Weighted(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Columns of ``[N, T]``; or, with ``y_offsets`` and the offsets of pairs, their rows."""
+    """Scores ``[N, T]`` and their offsets, or scores of pairs, pair offsets and ``y_offsets``."""
 
     x: Tensor
     offsets: Tensor
@@ -81,38 +82,42 @@ class Scores(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What each of them returns."""
+    """The output of an op."""
 
     out: Tensor
 
 
 class Gradients(NamedTuple):
-    """Of ``x`` and ``y``; ``None`` for those that are not needed."""
+    """Gradients of the inputs; ``None`` if not required."""
 
-    x: Tensor | None
+    x: Tensor | None = None
     y: Tensor | None = None
+    p: Tensor | None = None
 
 
-class WeightedGradients(NamedTuple):
-    """Of ``p`` and ``y``; ``None`` for those that are not needed."""
-
-    p: Tensor | None
-    y: Tensor | None
+def _implementation(x: Tensor, kernels: ModuleType) -> ModuleType:
+    """Return the module with the functions for the device of ``x``: ``cpu`` or ``kernels``."""
+    return implementation_of(x, cpu, kernels)
 
 
-def _implementation(x: Tensor, of_triton: ModuleType) -> ModuleType:
-    """What computes on the device of ``x``: the plain PyTorch, or the kernels ``of_triton``."""
-    return implementation_of(x, reference, of_triton)
+def _one_kernel(x: Tensor, width: int, needs: Rows) -> bool:
+    """Return whether one kernel computes both gradients of a product, with ``width`` columns."""
+    on_gpu = _implementation(x, gradient_kernels) is gradient_kernels
+    return bool(needs.x and needs.y and on_gpu and gradient_kernels.is_supported(x, width))
 
 
-def _products(needs: Sequence[Any] | None) -> int:
-    """One product forward; backward, one for each of the first two arguments that ``needs`` it."""
+def _num_products(needs: Sequence[Any] | None) -> int:
+    """Return 1 for forward; for backward, how many of the first two arguments need a gradient."""
     return 1 if needs is None else sum(needs[:2])
 
 
-def _flops_of_rows(args: Rows, needs: Rows | None) -> int:
-    """Of ``[N, D]`` and ``T`` columns."""
-    return 2 * args.x.numel() * args.y.shape[-1] * _products(needs)
+def _row_flops(args: Rows, needs: Rows | None) -> int:
+    """Return the FLOPs of products of ``[N, D]`` with ``T`` columns."""
+    return 2 * args.x.numel() * args.y.shape[-1] * _num_products(needs)
+
+
+def _empty_like_x(args: Rows | Scores) -> Output:
+    return Output(args.x.new_empty(args.x.shape))
 
 
 def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
@@ -122,21 +127,19 @@ def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
 
 
 def _dense_forward(args: Rows) -> Output:
-    """``[N, D] × [B, D, T] → [N, T]``."""
-    x, y, offsets = args
-    check_offsets_values(offsets, x.shape[0], "offsets")
-    return Output(_implementation(x, product_kernels).jagged_dense_bmm(x, y, offsets))
+    check_offsets_values(args.offsets, args.x.shape[0], "offsets")
+    return Output(_implementation(args.x, product_kernels).jagged_dense_bmm(*args))
 
 
 def _dense_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
     x, y, offsets = args
-    if needs.x and needs.y:
-        of_device = _implementation(x, gradient_kernels)
-        return Gradients(*of_device.jagged_dense_bmm_backward(grad_out, x, y, offsets))
-    of_device = _implementation(x, product_kernels)
-    if needs.x:
-        return Gradients(of_device.jagged_dense_bmm(grad_out, y.mT, offsets))
-    return Gradients(None, of_device.jagged_jagged_bmm(x, grad_out, offsets))
+    if _one_kernel(x, y.shape[2], needs):
+        return Gradients(*gradient_kernels.jagged_dense_bmm_backward(grad_out, *args))
+    products = _implementation(x, product_kernels)
+    return Gradients(
+        products.jagged_dense_bmm(grad_out, y.mT, offsets) if needs.x else None,
+        products.jagged_jagged_bmm(x, grad_out, offsets) if needs.y else None,
+    )
 
 
 _, call_jagged_dense_bmm = register_op(
@@ -147,7 +150,7 @@ _, call_jagged_dense_bmm = register_op(
     forward=_dense_forward,
     fake=lambda args: Output(args.x.new_empty(args.x.shape[0], args.y.shape[2])),
     backward=_dense_backward,
-    flops=_flops_of_rows,
+    flops=_row_flops,
     unsaved=("out",),
 )
 
@@ -159,21 +162,19 @@ def _check_jagged(x: Tensor, y: Tensor, offsets: Tensor) -> None:
 
 
 def _jagged_forward(args: Rows) -> Output:
-    """``[N, D] × [N, T] → [B, D, T]``."""
-    x, y, offsets = args
-    check_offsets_values(offsets, x.shape[0], "offsets")
-    return Output(_implementation(x, product_kernels).jagged_jagged_bmm(x, y, offsets))
+    check_offsets_values(args.offsets, args.x.shape[0], "offsets")
+    return Output(_implementation(args.x, product_kernels).jagged_jagged_bmm(*args))
 
 
 def _jagged_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
     x, y, offsets = args
-    if needs.x and needs.y:
-        of_device = _implementation(x, gradient_kernels)
-        return Gradients(*of_device.jagged_jagged_bmm_backward(grad_out, x, y, offsets))
+    if _one_kernel(x, y.shape[1], needs):
+        return Gradients(*gradient_kernels.jagged_jagged_bmm_backward(grad_out, *args))
     dense = _implementation(x, product_kernels).jagged_dense_bmm
-    if needs.x:
-        return Gradients(dense(y, grad_out.mT, offsets))
-    return Gradients(None, dense(x, grad_out, offsets))
+    return Gradients(
+        dense(y, grad_out.mT, offsets) if needs.x else None,
+        dense(x, grad_out, offsets) if needs.y else None,
+    )
 
 
 def _fake_jagged(args: Rows) -> Output:
@@ -189,20 +190,12 @@ _, call_jagged_jagged_bmm = register_op(
     forward=_jagged_forward,
     fake=_fake_jagged,
     backward=_jagged_backward,
-    flops=_flops_of_rows,
+    flops=_row_flops,
     unsaved=("out",),
 )
 
 
-def _check_offsets(x_offsets: Tensor, y_offsets: Tensor) -> None:
-    check_offsets_metadata(x_offsets, "x_offsets")
-    check_offsets_metadata(y_offsets, "y_offsets")
-    check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
-    check_same(x_offsets, "x_offsets", dtype=False, y_offsets=y_offsets)
-
-
 def _offsets_forward(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    """``[B + 1]`` int64: where each sample's pairs begin, made without waiting for the device."""
     return _implementation(x_offsets, product_kernels).pair_offsets(x_offsets, y_offsets)
 
 
@@ -214,33 +207,26 @@ pair_offsets = register_op_without_grad(
 
 
 def call_pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    """Check the offsets, and return those of pairs."""
-    _check_offsets(x_offsets, y_offsets)
+    """Check the offsets, and return ``[B + 1]`` int64 offsets of the pairs of each sample."""
+    check_offsets_metadata(x_offsets, "x_offsets")
+    check_offsets_metadata(y_offsets, "y_offsets")
+    check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
+    check_same(x_offsets, "x_offsets", dtype=False, y_offsets=y_offsets)
     return pair_offsets(x_offsets, y_offsets)
 
 
-def _check_pairs(
-    x_offsets: Tensor,
-    num_x: int,
-    y_offsets: Tensor,
-    num_y: int,
-    pair_offsets: Tensor,
-    total: int,
-    name: str,
-) -> None:
-    """Values of offsets must divide the rows, and make ``total`` pairs, of the argument ``name``;
-    skipped as theirs are.
-    """
-    if should_validate(pair_offsets):
-        check_offsets_values(x_offsets, num_x, "x_offsets")
-        check_offsets_values(y_offsets, num_y, "y_offsets")
-        _check_total(pair_offsets, total, name)
+def _check_pair_values(p: Tensor, x_offsets: Tensor) -> None:
+    check_float(p, "p")
+    check_shape(p, "p", "[Σ Lx·Ly]", (None,))
+    check_same(p, "p", dtype=False, x_offsets=x_offsets)
 
 
-def _check_total(pair_offsets: Tensor, total: int, name: str) -> None:
-    if should_validate(pair_offsets) and int(pair_offsets[-1]) != total:
+def _check_num_pairs(pair_offsets: Tensor, num_pairs: int, name: str) -> None:
+    """Check that the argument ``name`` has as many pairs as the offsets; see should_validate."""
+    if should_validate(pair_offsets) and int(pair_offsets[-1]) != num_pairs:
+        expected = int(pair_offsets[-1])
         raise ValueError(
-            f"{name} must have the {int(pair_offsets[-1])} pairs that offsets define, got {total}"
+            f"{name} must have the {expected} pairs that offsets define, got {num_pairs}"
         )
 
 
@@ -252,10 +238,10 @@ def _check_pair_bmm(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, 
 
 
 def _pair_forward(args: Pairs) -> Output:
-    """``[Nx, D], [Ny, D] → [Σ Lx·Ly]``."""
-    x, y, x_offsets, y_offsets, pair_offsets, total = args
-    _check_pairs(x_offsets, x.shape[0], y_offsets, y.shape[0], pair_offsets, total, "total")
-    return Output(_implementation(x, product_kernels).pair_bmm(*args))
+    check_offsets_values(args.x_offsets, args.x.shape[0], "x_offsets")
+    check_offsets_values(args.y_offsets, args.y.shape[0], "y_offsets")
+    _check_num_pairs(args.pair_offsets, args.total, "total")
+    return Output(_implementation(args.x, product_kernels).pair_bmm(*args))
 
 
 def _pair_backward(grad_out: Tensor, args: Pairs, _: Output, needs: Pairs) -> Gradients:
@@ -275,15 +261,9 @@ pair_bmm, call_pair_bmm = register_op(
     forward=_pair_forward,
     fake=lambda args: Output(args.x.new_empty(args.total)),
     backward=_pair_backward,
-    flops=lambda args, needs: 2 * args.total * args.x.shape[1] * _products(needs),
+    flops=lambda args, needs: 2 * args.total * args.x.shape[1] * _num_products(needs),
     unsaved=("out",),
 )
-
-
-def _check_pair_values(p: Tensor, offsets: Tensor) -> None:
-    check_float(p, "p")
-    check_shape(p, "p", "[Σ Lx·Ly]", (None,))
-    check_same(p, "p", dtype=False, x_offsets=offsets)
 
 
 def _check_array(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, *_: Any) -> None:
@@ -293,24 +273,24 @@ def _check_array(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, *_:
 
 
 def _array_forward(args: Weighted) -> Output:
-    """``[Σ Lx·Ly], [Ny, D] → [Nx, D]``; if ``transposed``, ``[Nx, D] → [Ny, D]``."""
     p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed = args
     num_x, num_y = (y.shape[0], num_rows) if transposed else (num_rows, y.shape[0])
-    _check_pairs(x_offsets, num_x, y_offsets, num_y, pair_offsets, p.shape[0], "p")
+    check_offsets_values(x_offsets, num_x, "x_offsets")
+    check_offsets_values(y_offsets, num_y, "y_offsets")
+    _check_num_pairs(pair_offsets, p.shape[0], "p")
     return Output(_implementation(p, product_kernels).array_jagged_bmm(*args))
 
 
-def _array_backward(
-    grad_out: Tensor, args: Weighted, _: Output, needs: Weighted
-) -> WeightedGradients:
+def _array_backward(grad_out: Tensor, args: Weighted, _: Output, needs: Weighted) -> Gradients:
     p, y, *offsets, _num_rows, transposed = args
-    of_device, grad_p, grad_y = _implementation(p, product_kernels), None, None
+    products = _implementation(p, product_kernels)
+    grad_p = grad_y = None
     if needs.p:
-        of_x, of_y = (y, grad_out) if transposed else (grad_out, y)
-        grad_p = of_device.pair_bmm(of_x, of_y, *offsets, p.shape[0])
+        x_rows, y_rows = (y, grad_out) if transposed else (grad_out, y)
+        grad_p = products.pair_bmm(x_rows, y_rows, *offsets, p.shape[0])
     if needs.y:
-        grad_y = of_device.array_jagged_bmm(p, grad_out, *offsets, y.shape[0], not transposed)
-    return WeightedGradients(grad_p, grad_y)
+        grad_y = products.array_jagged_bmm(p, grad_out, *offsets, y.shape[0], not transposed)
+    return Gradients(p=grad_p, y=grad_y)
 
 
 array_jagged_bmm, call_array_jagged_bmm = register_op(
@@ -321,7 +301,7 @@ array_jagged_bmm, call_array_jagged_bmm = register_op(
     forward=_array_forward,
     fake=lambda args: Output(args.y.new_empty(args.num_rows, args.y.shape[1])),
     backward=_array_backward,
-    flops=lambda args, needs: 2 * args.p.numel() * args.y.shape[1] * _products(needs),
+    flops=lambda args, needs: 2 * args.p.numel() * args.y.shape[1] * _num_products(needs),
     unsaved=("out",),
 )
 
@@ -329,22 +309,21 @@ array_jagged_bmm, call_array_jagged_bmm = register_op(
 def _check_softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> None:
     if y_offsets is None:
         check_rows(x, "x", "[N, T]", offsets, "offsets")
-    else:  # the offsets of pairs, made of checked ones
+    else:  # pair offsets, computed from checked offsets
         _check_pair_values(x, offsets)
 
 
 def _softmax_forward(args: Scores) -> Output:
-    x, offsets, y_offsets = args
-    if y_offsets is None:
-        check_offsets_values(offsets, x.shape[0], "offsets")
+    if args.y_offsets is None:
+        check_offsets_values(args.offsets, args.x.shape[0], "offsets")
     else:
-        _check_total(offsets, x.shape[0], "p")
-    return Output(_implementation(x, softmax_kernels).softmax(x, offsets, y_offsets))
+        _check_num_pairs(args.offsets, args.x.shape[0], "p")
+    return Output(_implementation(args.x, softmax_kernels).softmax(*args))
 
 
-def _softmax_backward(grad_out: Tensor, args: Scores, made: Output, _: Scores) -> Gradients:
-    of_device = _implementation(made.out, softmax_kernels)
-    return Gradients(of_device.softmax_backward(grad_out, made.out, args.offsets, args.y_offsets))
+def _softmax_backward(grad_out: Tensor, args: Scores, result: Output, _: Scores) -> Gradients:
+    backward = _implementation(grad_out, softmax_kernels).softmax_backward
+    return Gradients(backward(grad_out, result.out, args.offsets, args.y_offsets))
 
 
 softmax, call_softmax = register_op(
@@ -353,9 +332,9 @@ softmax, call_softmax = register_op(
     outputs=Output,
     check=_check_softmax,
     forward=_softmax_forward,
-    fake=lambda args: Output(args.x.new_empty(args.x.shape)),
+    fake=_empty_like_x,
     backward=_softmax_backward,
-    fake_backward=lambda grad_out, args, made: Gradients(made.out),
+    fake_backward=lambda grad_out, args, result: Gradients(result.out),
     unsaved=("x",),
 )
 
@@ -366,19 +345,18 @@ def _check_elementwise(x: Tensor, y: Tensor, offsets: Tensor) -> None:
     check_same(x, "x", dtype=True, y=y)
 
 
-def _add_forward(args: Rows) -> Output:
-    """``[N, D] + [B, D] → [N, D]``."""
+def _elementwise_forward(args: Rows, *, multiply: bool) -> Output:
     check_offsets_values(args.offsets, args.x.shape[0], "offsets")
-    return Output(_implementation(args.x, row_kernels).elementwise(*args, multiply=False))
+    return Output(_implementation(args.x, row_kernels).elementwise(*args, multiply=multiply))
 
 
 def _add_backward(grad_out: Tensor, args: Rows, *_: Any) -> Gradients:
     sum_rows = _implementation(grad_out, row_kernels).sum_rows
-    return Gradients(None, sum_rows(grad_out, None, args.offsets))
+    return Gradients(y=sum_rows(grad_out, None, args.offsets))
 
 
 def _fake_add_backward(grad_out: Tensor, args: Rows, _: Output) -> Gradients:
-    return Gradients(None, grad_out.new_empty(args.offsets.shape[0] - 1, grad_out.shape[1]))
+    return Gradients(y=grad_out.new_empty(args.offsets.shape[0] - 1, grad_out.shape[1]))
 
 
 jagged_dense_add, call_jagged_dense_add = register_op(
@@ -386,8 +364,8 @@ jagged_dense_add, call_jagged_dense_add = register_op(
     arguments=Rows,
     outputs=Output,
     check=_check_elementwise,
-    forward=_add_forward,
-    fake=lambda args: Output(args.x.new_empty(args.x.shape)),
+    forward=partial(_elementwise_forward, multiply=False),
+    fake=_empty_like_x,
     backward=_add_backward,
     fake_backward=_fake_add_backward,
     unsaved=("x", "y", "out"),
@@ -395,18 +373,12 @@ jagged_dense_add, call_jagged_dense_add = register_op(
 )
 
 
-def _mul_forward(args: Rows) -> Output:
-    """``[N, D] ∘ [B, D] → [N, D]``."""
-    check_offsets_values(args.offsets, args.x.shape[0], "offsets")
-    return Output(_implementation(args.x, row_kernels).elementwise(*args, multiply=True))
-
-
 def _mul_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
     x, y, offsets = args
-    of_device = _implementation(x, row_kernels)
+    rows = _implementation(x, row_kernels)
     return Gradients(
-        of_device.elementwise(grad_out, y, offsets, multiply=True) if needs.x else None,
-        of_device.sum_rows(grad_out, x, offsets) if needs.y else None,
+        rows.elementwise(grad_out, y, offsets, multiply=True) if needs.x else None,
+        rows.sum_rows(grad_out, x, offsets) if needs.y else None,
     )
 
 
@@ -415,8 +387,8 @@ _, call_jagged_dense_mul = register_op(
     arguments=Rows,
     outputs=Output,
     check=_check_elementwise,
-    forward=_mul_forward,
-    fake=lambda args: Output(args.x.new_empty(args.x.shape)),
+    forward=partial(_elementwise_forward, multiply=True),
+    fake=_empty_like_x,
     backward=_mul_backward,
     unsaved=("out",),
 )

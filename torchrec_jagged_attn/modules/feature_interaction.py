@@ -1,4 +1,4 @@
-"""``JaggedFeatureInteraction``: each sample's features interact with targets, and are pooled."""
+"""``JaggedFeatureInteraction``: pools each sample's features by their scores with targets."""
 
 from __future__ import annotations
 
@@ -43,19 +43,18 @@ class JaggedFeatureInteraction(nn.Module):
               q \cdot x_L))
 
     where ``"softmax"`` is over the sample's features, and ``"silu"`` and ``None``, the identity,
-    are elementwise. It has no parameters; a sample without features gives zeros.
+    are elementwise. The output of a sample without features is zeros.
 
-    Unfused, targets of equal number per sample use ``jagged_dense_bmm``, the activation and
-    ``jagged_jagged_bmm``; jagged targets use ``jagged_jagged_bmm_jagged_out``, the activation and
-    ``array_jagged_bmm_jagged_out``. With softmax, both are the same function as
-    ``jagged_target_attention``, which stores no scores.
+    Unfused, it calls ``jagged_dense_bmm``, the activation and ``jagged_jagged_bmm``; for jagged
+    targets, ``jagged_jagged_bmm_jagged_out``, the activation and ``array_jagged_bmm_jagged_out``.
+    With softmax, both equal ``jagged_target_attention``, which stores no scores.
 
     Args:
         activation: ``"softmax"``, ``"silu"`` or ``None``.
         scale: factor of the scores; ``1/√D`` by default.
         fused: whether to use ``jagged_target_attention``; by default if the activation is softmax.
-            Results differ by rounding. Unfused, calls with jagged targets wait for the device once,
-            to read the number of pairs.
+            Results differ by rounding. Unfused calls with jagged targets read the number of pairs
+            from the device, and wait for it once.
 
     Raises:
         ValueError: an unknown ``activation``, or ``fused`` without softmax.
@@ -100,8 +99,7 @@ class JaggedFeatureInteraction(nn.Module):
             targets: ``[B, D]``; ``[B, T, D]`` for ``T`` targets per sample; or a JaggedTensor with
                 values ``[ΣT, D]`` for any number of targets per sample. fp32, bf16 or fp16 (on CPU
                 also fp64).
-            features: values ``[N, D]`` of ``B`` samples, dtype of ``targets``. Its weights are not
-                read.
+            features: values ``[N, D]`` of ``B`` samples, dtype of ``targets``. Weights are ignored.
 
         Returns:
             One row per target: ``[B, D]``, ``[B, T, D]`` or ``[ΣT, D]``, in the dtype of
@@ -124,11 +122,11 @@ class JaggedFeatureInteraction(nn.Module):
         targets, rows = cast_as_products(targets, rows)
         _check(targets, target_offsets, rows, offsets)
         width = rows.shape[1]
-        fused = self.fused and width > 0  # without any, there is nothing to fuse
+        fused = self.fused and width > 0  # the fused op does not support a width of 0
         if fused:
             check_width(width, "features")
         scale = max(width, 1) ** -0.5 if self.scale is None else self.scale
-        # Targets are to the op what heads are: all share one pass over the features.
+        # The op reads features once for all targets of a sample, as for all heads.
         query = targets if targets.dim() == 3 else targets.unsqueeze(1)
         if fused:
             out = jagged_target_attention(
@@ -140,7 +138,7 @@ class JaggedFeatureInteraction(nn.Module):
             out = jagged_jagged_bmm(weights_NT, rows, offsets)
         else:
             layout, total = (target_offsets, offsets), None
-            if not torch.compiler.is_compiling() and not has_values(offsets):  # any number will do
+            if not torch.compiler.is_compiling() and not has_values(offsets):  # any total
                 total = targets.shape[0] * rows.shape[0] // max(offsets.numel() - 1, 1)
             scores = jagged_jagged_bmm_jagged_out(targets * scale, rows, *layout, total=total)
             weights = self._activated(scores, jagged2_softmax, *layout)
@@ -157,7 +155,7 @@ class JaggedFeatureInteraction(nn.Module):
 
 
 def _check(targets: Tensor, target_offsets: Tensor | None, rows: Tensor, offsets: Tensor) -> None:
-    """What the ops would check under names of their own."""
+    """Check the inputs of the ops, with this module's names in errors."""
     check_float(rows, "features")
     check_shape(rows, "features.values()", "[N, D]", (None, None))
     check_offsets_metadata(offsets, "features.offsets()")

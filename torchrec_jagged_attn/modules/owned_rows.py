@@ -26,6 +26,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
 from torchrec_jagged_attn.attention.dropout import draw_dropout
+from torchrec_jagged_attn.modules.projections import (
+    ProjectionWeights,
+    absorb_keys,
+    has_history,
+    project_outputs,
+    project_values,
+    split_projections,
+)
 from torchrec_jagged_attn.modules.target_attention_arguments import Options
 from torchrec_jagged_attn.runtime.autocast import autocast_off
 from torchrec_jagged_attn.runtime.registration import flatten
@@ -33,7 +41,7 @@ from torchrec_jagged_attn.target_attention.api import (
     call_target_attention,
     target_attention_with_lse,
 )
-from torchrec_jagged_attn.target_attention.arguments import ProjectionWeights, TargetArguments
+from torchrec_jagged_attn.target_attention.arguments import TargetArguments
 
 
 class OwnedRows(NamedTuple):
@@ -242,20 +250,17 @@ def _attend_in_steps(
         counts = samples.to_owners(F.pad(query_offsets.diff().long(), (0, missing)))()
         queries = _Splits(_queries_per_rank(query, owned), owned.owners, owned.group)
     with autocast_off(owned.rows):
-        w_q, w_k, w_v, b_q, b_v = _projections(weights, dtype)
-        get_q = queries.to_owners(F.linear(query.to(dtype), w_q, b_q))
+        projections = split_projections(weights, options.num_heads, dtype)
+        q = F.linear(query.to(dtype), projections.query, projections.query_bias)
+        get_q = queries.to_owners(q)
     yield query
 
     # On the owner rank: of the samples and queries of all source ranks.
-    of_heads = options.num_heads, w_k.shape[0] // options.num_heads
+    num_heads, head_dim = projections.key.shape[:2]
     with autocast_off(owned.rows):
-        u = _by_head(get_q(), w_k.unflatten(0, of_heads)).to(owned.rows.dtype)
-        u = u.unflatten(1, (options.num_heads, -1))
-        pooled, lse = _attend(u, counts, owned, biases, options, of_heads[1] ** -0.5)
-        if w_v is None:  # the columns of each head
-            values = pooled.unflatten(2, of_heads).diagonal(dim1=1, dim2=2).mT.flatten(1)
-        else:
-            values = _by_head(pooled.flatten(1).to(dtype), w_v.unflatten(0, of_heads).mT)
+        absorbed = absorb_keys(get_q(), projections.key).to(owned.rows.dtype)
+        pooled, lse = _attend(absorbed, counts, owned, biases, options, head_dim**-0.5)
+        values = project_values(pooled.to(dtype), projections.value)
         sums = torch.promote_types(values.dtype, torch.float32)
         parts = torch.cat([values.to(sums), lse.to(sums)], dim=1)
 
@@ -263,49 +268,17 @@ def _attend_in_steps(
         parts = queries.from_owners(parts)
         if missing:
             parts = parts[:, :num_queries]
-        values, lse = parts.split([w_k.shape[0], lse.shape[1]], dim=2)
+        values, lse = parts.split([num_heads * head_dim, lse.shape[1]], dim=2)
         if options.score == "softmax":
             # Of finite logarithms the softmax is finite, too, where no owner has a row that counts.
             least = torch.finfo(sums).min
             shares = torch.softmax(F.threshold(lse, least, least), 0).unsqueeze(-1)
-            values = (values.unflatten(2, of_heads) * shares).flatten(2)
-        out = values.sum(0).to(dtype)
-        if weights.out_weight is not None:
-            if b_v is not None:
-                if options.score == "softmax":
-                    is_filled = lse.amax((0, 2)) != -torch.inf
-                else:
-                    is_filled = history.lengths() > 0
-                    if query_offsets is not None:
-                        is_filled = is_filled.repeat_interleave(
-                            query_offsets.diff(), output_size=num_queries
-                        )
-                out = out + is_filled.unsqueeze(1) * b_v
-            b_out = None if weights.out_bias is None else weights.out_bias.to(dtype)
-            out = F.linear(out, weights.out_weight.to(dtype), b_out)
+            values = (values.unflatten(2, (num_heads, head_dim)) * shares).flatten(2)
+            has_rows = lse.amax((0, 2)) != -torch.inf
+        else:
+            has_rows = has_history(history.offsets(), None, query_offsets, num_queries)
+        out = project_outputs(values.sum(0).to(dtype), has_rows, projections)
     yield out
-
-
-def _by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """``[R, H · E]`` times the ``[H, E, D]`` of each head: ``[R, H · D]``. Both it and the gradient
-    of ``x`` are contiguous, whatever ``R`` is: attention is recorded anew for other strides.
-    """
-    x = x.unflatten(1, weight.shape[:2]).transpose(0, 1)
-    return torch.bmm(x, weight).transpose(0, 1).flatten(1)
-
-
-def _projections(
-    weights: ProjectionWeights, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Weights of queries, keys and values, and the biases of queries and values."""
-    w_q, w_k, w_v, b_q, *_ = weights
-    w_q, b_v = w_q.to(dtype), None
-    if w_k is None:
-        w_q, w_k, w_v = w_q.chunk(3)
-    if b_q is not None and w_v is not None:
-        b_q, _, b_v = b_q.chunk(3)
-    w_v, b_q, b_v = (None if x is None else x.to(dtype) for x in (w_v, b_q, b_v))
-    return w_q, w_k.to(dtype), w_v, b_q, b_v
 
 
 def _queries_per_rank(query: Tensor, owned: OwnedRows) -> list[int]:

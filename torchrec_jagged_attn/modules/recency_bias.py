@@ -1,4 +1,4 @@
-"""The learned recency bias of a history's rows."""
+"""``RecencyBias``: learned biases of attention scores by position and age."""
 
 import math
 
@@ -9,36 +9,36 @@ from torchrec_jagged_attn.checks import check_bool, check_int
 
 
 class RecencyBias(nn.Module):
-    r"""Learned biases of scores per head, by the position and age of a row in its history.
+    r"""Learned biases of attention scores per head, by the position and age of a history row.
 
     ``jagged_target_attention`` adds to the scores of row :math:`n`
 
     .. math:: bias_{nh} = P_{\beta(position_n), h} + A_{\beta(age_n), h}, \qquad
               \beta(x) = \min(\lfloor 4 \log_2(1 + x) \rfloor, 96 + \lfloor \log_2(1 + x) \rfloor)
 
-    Positions count the newer rows of the sample; ages are the time from a row to the newest, which
-    is the last row of its sample, or to the time of the request where there is one, and zero where
-    that is negative. Both fall into four buckets per octave below 2^32, and ages into one per
-    octave above, so that the 160 buckets hold every age of int64, in any unit. The last bucket of
-    positions has no end: it begins at position 55,108 (2^15.75 - 1).
+    The position of a row is the number of newer rows of its sample. Its age is the time from the
+    row to the request, if its time is given, or else to the last row of the sample; negative ages
+    count as zero. Both have four buckets per octave below 2^32, and ages have one per octave above,
+    so that 160 buckets cover int64, in any unit. The last bucket of positions is unbounded: it
+    begins at position 55,108 (2^15.75 - 1).
 
-    The table of positions starts at ``P = -log(1 + position)`` at the nearer end of each bucket,
-    alike for all heads: with equal scores, the weight of the k-th newest row is proportional to
-    1/k. The table of ages starts at zero.
+    The table of positions is initialized to ``P = -log(1 + position)`` at the lower bound of each
+    bucket, equally for all heads: with equal scores, the weight of the k-th newest row is
+    proportional to 1/k. The table of ages is initialized to zeros.
 
     Args:
         num_heads: ``H``.
-        ages: whether to learn a table of ages, too.
-        device, dtype: of the tables.
+        ages: whether to learn a table of ages.
+        device, dtype: device and dtype of the tables.
 
     Example:
-        The factors of the weights of rows 0, 1, 3 and 7 from the newest, in buckets 0, 4, 8 and 12:
+        The factors of the weights at positions 0, 1, 3 and 7, in buckets 0, 4, 8 and 12:
 
         >>> RecencyBias(num_heads=2).position_weight.detach()[[0, 4, 8, 12], 0].exp()
         tensor([1.0000, 0.5000, 0.2500, 0.1250])
 
     Source:
-        KERPLE (https://arxiv.org/abs/2205.09921), the logarithmic variant, for the start.
+        The initialization is the logarithmic variant of KERPLE (https://arxiv.org/abs/2205.09921).
     """
 
     BUCKETS_PER_OCTAVE = 4
@@ -66,7 +66,7 @@ class RecencyBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start the positions at ``-log(1 + position)``, and the ages at zero."""
+        """Initialize the biases of positions to ``-log(1 + position)``, and of ages to zeros."""
         buckets = torch.arange(self.POSITION_BUCKETS, device=self.position_weight.device)
         octaves = buckets.unsqueeze(1) / self.BUCKETS_PER_OCTAVE
         with torch.no_grad():

@@ -1,6 +1,6 @@
-"""``JaggedSelfAttention`` and ``HistoryEncoderLayer``: rows of a history attend to each other."""
+"""``JaggedSelfAttention`` and ``HistoryEncoderLayer``: self-attention within each history."""
 
-# FX and torch.jit.script read annotations, so they are no strings here.
+# FX and torch.jit.script evaluate annotations, so they must not be strings.
 import math
 
 import torch
@@ -34,12 +34,12 @@ from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 
 
 class JaggedSelfAttention(nn.Module):
-    r"""Multi-head attention of each history's rows to one another, without padding.
+    r"""Multi-head self-attention within each history, without padding.
 
     The same function as ``torch.nn.MultiheadAttention(embed_dim, num_heads)`` on each sample
     separately, with the same parameter names and shapes. Unless ``recency_bias=False``, scores have
-    a learned bias per head by the distance between query and key in rows, in either direction: a
-    :class:`RecencyBias` whose positions are these distances.
+    a learned bias per head and distance between query and key, counted in rows in either direction:
+    a :class:`RecencyBias` whose positions are these distances.
 
     Args:
         embed_dim: ``E``, width of the rows.
@@ -101,10 +101,10 @@ class JaggedSelfAttention(nn.Module):
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        # Names and shapes are those of torch.nn.MultiheadAttention.
+        # The names and shapes of torch.nn.MultiheadAttention.
         self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
         self.in_proj_bias = parameter(3 * embed_dim) if bias else None
-        # As there: its weight is read, so it must not be replaced by a quantized one.
+        # nn.Linear could be replaced by a quantized module, but its weight is read in forward.
         self.out_proj = NonDynamicallyQuantizableLinear(
             embed_dim, embed_dim, bias=bias, device=device, dtype=dtype
         )
@@ -114,7 +114,7 @@ class JaggedSelfAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start projections as those of ``torch.nn.MultiheadAttention``, and the bias anew."""
+        """Initialize projections like ``torch.nn.MultiheadAttention``, and reset the bias."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         self.out_proj.reset_parameters()
         if self.in_proj_bias is not None:
@@ -124,18 +124,18 @@ class JaggedSelfAttention(nn.Module):
             self.recency_bias.reset_parameters()
 
     def forward(self, history: JaggedTensor, prior_weights: Tensor | None = None) -> JaggedTensor:
-        """Attend each row of ``history`` over the rows of its sample.
+        """Attend from each row of ``history`` to the rows of its sample.
 
         Args:
             history: values ``[N, E]`` of ``B`` samples, each from its oldest row to its newest. Its
                 weights are not read. Rows behind the last offset must be finite, and are ignored;
                 if their outputs are not used, they do not change gradients.
-            prior_weights: ``[N]``, what each row counts before others are compared with it, see
-                :func:`jagged_flash_attention`. A row of zero or below is masked.
+            prior_weights: ``[N]``, factors of the attention weights before normalization, see
+                :func:`jagged_flash_attention`. Rows with a factor of zero or below are masked.
 
         Returns:
-            Values ``[N, E]`` with the offsets of ``history``, in the dtype of the module's
-            parameters, or of autocast.
+            Values ``[N, E]`` with the offsets of ``history``, in the dtype of the parameters or of
+            autocast.
 
         Raises:
             TypeError: ``history`` is not a JaggedTensor, or holds ids, not embeddings.
@@ -162,7 +162,7 @@ class JaggedSelfAttention(nn.Module):
         )
 
 
-@torch.fx.wrap  # what checks the batch is a leaf for FX; torch.jit.script takes it
+@torch.fx.wrap  # FX cannot trace the checks; torch.jit.script compiles this function
 def _attend(
     history: JaggedTensor,
     prior_weights: Tensor | None,
@@ -176,7 +176,7 @@ def _attend(
     causal: bool,
     window: int | None,
 ) -> JaggedTensor:
-    """``JaggedSelfAttention.forward`` with all it reads as arguments."""
+    """``JaggedSelfAttention.forward`` as a function of its parameters and options."""
     rows, offsets = _rows_and_offsets(history, in_weight)
     width = in_weight.shape[1] // num_heads
     qkv = F.linear(rows, in_weight, in_bias).view(-1, 3, num_heads, width)
@@ -197,13 +197,13 @@ def _attend(
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
 
 
-# torch.jit.script takes the packet of an op, not its overloads.
+# torch.jit.script accepts the overload packet of an op, not its overloads.
 _flash_attention_packet = flash_attention.overloadpacket
 
 
 @torch.fx.wrap
 def _rows_and_offsets(history: JaggedTensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows, in the dtype of ``weight`` (``[…, E]``), and the offsets of a checked history."""
+    """Check ``history``; return its rows, in the dtype of ``weight`` ``[…, E]``, and offsets."""
     if not is_scripting() and not isinstance(history, JaggedTensor):
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
@@ -218,7 +218,7 @@ def _rows_and_offsets(history: JaggedTensor, weight: Tensor) -> tuple[Tensor, Te
 
 
 class HistoryEncoderLayer(nn.Module):
-    r"""A transformer layer over histories: self-attention, then a feed-forward network on each row.
+    r"""A transformer encoder layer: self-attention within histories, then a feed-forward network.
 
     .. math:: y = x + attention(norm_1(x)), \qquad z = y + W_2\, gelu(W_1\, norm_2(y))
 
@@ -230,7 +230,7 @@ class HistoryEncoderLayer(nn.Module):
     Args:
         embed_dim: ``E``, width of the rows.
         num_heads: ``H``, a divisor of ``embed_dim``.
-        feedforward_dim: width between ``W_1`` and ``W_2``; ``4 · E`` by default.
+        feedforward_dim: width of the hidden layer; ``4 · E`` by default.
         dropout: dropout probability, while training, of the attention's output and of inputs and
             outputs of ``W_2``. Unlike in ``torch.nn.TransformerEncoderLayer``, attention weights
             have an argument of their own, ``attention_dropout``.
@@ -239,7 +239,7 @@ class HistoryEncoderLayer(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :class:`JaggedSelfAttention`.
+        TypeError, ValueError, NotImplementedError: see :class:`JaggedSelfAttention`.
 
     Example:
         >>> layers = nn.Sequential(HistoryEncoderLayer(8, 2), HistoryEncoderLayer(8, 2))
@@ -269,7 +269,7 @@ class HistoryEncoderLayer(nn.Module):
         if feedforward_dim is None:
             feedforward_dim = 4 * embed_dim
         feedforward_dim = check_int(feedforward_dim, "feedforward_dim", 1, "an int or None")
-        # Names and shapes are those of torch.nn.TransformerEncoderLayer.
+        # The names and shapes of torch.nn.TransformerEncoderLayer.
         self.self_attn = JaggedSelfAttention(
             embed_dim,
             num_heads,
@@ -287,13 +287,10 @@ class HistoryEncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, history: JaggedTensor, prior_weights: Tensor | None = None) -> JaggedTensor:
-        """``history``, values ``[N, E]``, to as many rows with the same offsets.
+        """Encode ``history``, values ``[N, E]``, as rows ``[N, E]`` with the same offsets.
 
-        Rows behind the last offset are as in :meth:`JaggedSelfAttention.forward`.
-        ``prior_weights`` ``[N]`` are those of :meth:`JaggedSelfAttention.forward`.
-
-        Raises:
-            TypeError, ValueError: as there.
+        See :meth:`JaggedSelfAttention.forward` for rows behind the last offset,
+        ``prior_weights`` and errors.
         """
         rows, offsets = _rows_and_offsets(history, self.norm1.weight)
         normed = JaggedTensor(self.norm1(rows), offsets=offsets)

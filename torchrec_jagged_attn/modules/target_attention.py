@@ -1,7 +1,7 @@
 """``JaggedTargetAttention``: a target item attends to its user's history."""
 
 # FX and torch.jit.script read annotations, so they are no strings here.
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,19 @@ from torchrec_jagged_attn.checks import (
 )
 from torchrec_jagged_attn.codes.api import unpack_codes
 from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.flash_attention.api import flash_attention
 from torchrec_jagged_attn.layout import is_behind
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, attend_at_owners
+from torchrec_jagged_attn.modules.projections import (
+    Projections,
+    ProjectionWeights,
+    absorb_keys,
+    has_history,
+    is_materialized,
+    project_outputs,
+    project_values,
+    split_projections,
+)
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.modules.target_attention_arguments import (
     Options,
@@ -37,16 +48,8 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
 from torchrec_jagged_attn.runtime.autocast import autocast_dtype, autocast_off
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
-from torchrec_jagged_attn.target_attention.arguments import MultiHeadArguments, ProjectionWeights
-from torchrec_jagged_attn.target_attention.multi_head import (
-    call_multi_head_target_attention,
-    is_materialized,
-    multi_head_target_attention,
-)
+from torchrec_jagged_attn.target_attention.api import target_attention
 from torchrec_jagged_attn.target_attention.weights import attention_weights
-
-REMOVED = ("length_power", "length_bias", "unit.")
-"""How parameters of earlier versions begin, which state dicts may still have."""
 
 
 class JaggedTargetAttention(nn.Module):
@@ -259,21 +262,6 @@ class JaggedTargetAttention(nn.Module):
                 elif self.v_proj_weight is not None:
                     nn.init.eye_(self.v_proj_weight)
                 nn.init.eye_(self.out_proj.weight)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Refuse a state dict whose outputs were computed with parameters that are no longer here,
-        strict or not.
-        """
-        old = tuple(f"{prefix}{name}" for name in REMOVED)
-        if removed := [name for name in state_dict if name.startswith(old)]:
-            raise RuntimeError(
-                "state_dict must have no parameters that were removed from JaggedTargetAttention, "
-                f"got {removed}: delete these keys and train further, since the outputs change, or "
-                "load it with the version that saved it"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def forward(
         self,
@@ -508,42 +496,101 @@ def _attend(
         k_weight = _over_codes(k_weight, basis, mean, options.score != "softmax")
         v_weight = _over_codes(v_weight, basis, mean, True)
         weights = ProjectionWeights(q_weight, k_weight, v_weight, in_bias, out_weight, out_bias)
-    dropout = draw_dropout(options.weight_drops, rows.device)
-    args = MultiHeadArguments(
-        query,
-        rows,
-        offsets,
-        query_offsets,
-        indices,
-        weights,
-        Biases(*biases[:5], dropout),
-        options.num_heads,
-        dtype,
-        options.keys_and_values,
-        options.score,
-        num_levels,
-        torch.is_grad_enabled(),
-    )
+    biases = Biases(*biases[:5], draw_dropout(options.weight_drops, rows.device))
+    args = query, query_offsets, rows, offsets, indices, weights, biases, options, dtype
     if not is_scripting():
+        with autocast_off(rows):
+            return _attend_to_rows(*args)
+    return _attend_to_rows(*args)
+
+
+def _attend_to_rows(
+    target: Tensor,
+    target_offsets: Tensor | None,
+    rows: Tensor,
+    offsets: Tensor,
+    indices: Tensor | None,
+    weights: ProjectionWeights,
+    biases: Biases,
+    options: Options,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Attend to ``rows`` of this rank, with projections in ``dtype``."""
+    shape = list(target.shape[:-1])
+    target = target.to(dtype).reshape(-1, target.shape[-1])
+    behind: Tensor | None = None
+    if target_offsets is not None:  # which may end before the targets
+        behind = is_behind(target_offsets, target.shape[0]).unsqueeze(1)
+        target = target.masked_fill(behind, 0)
+    projections = split_projections(weights, options.num_heads, dtype)
+    q = F.linear(target, projections.query, projections.query_bias)
+    has_value_projection = projections.value is not None
+    if is_materialized(
+        shape, rows, offsets, target_offsets is not None, q.shape[1], options.num_heads,
+        has_value_projection, options.score, options.num_levels, options.keys_and_values,
+    ):  # fmt: skip
         if indices is not None:
-            args = _with_a_copy_if_materialized(args)
-        return call_multi_head_target_attention(*args[:5], *args.weights, *args.biases, *args[7:])
-    return _multi_head_target_attention(*args[:5], *args.weights, *args.biases, *args[7:])[0]
+            rows = _gather_rows(rows, indices, offsets)
+        values = _attend_to_keys(q, shape, target_offsets, rows, offsets, projections, biases)
+        values = values.to(dtype)
+    else:
+        absorbed = absorb_keys(q, projections.key)
+        if options.num_levels == 0:
+            absorbed = absorbed.to(rows.dtype)
+        by_sample = absorbed
+        if target_offsets is None:
+            num_targets = shape[1] if len(shape) > 1 else 1
+            by_sample = absorbed.view(shape[0], num_targets, absorbed.shape[1], absorbed.shape[2])
+        pooled = _target_attention(
+            by_sample, rows, offsets, target_offsets, indices, biases.bias, biases.position_bias,
+            biases.age_bias, biases.timestamps, biases.request_time, biases.dropout,
+            None, None, (q.shape[1] // options.num_heads) ** -0.5, options.score,
+            options.num_levels, torch.is_grad_enabled(),
+        )[0]  # fmt: skip
+        values = project_values(pooled.view(absorbed.shape).to(dtype), projections.value)
+    has_rows: Tensor | None = None
+    if projections.value_bias is not None:
+        has_rows = has_history(offsets, biases.bias, target_offsets, q.shape[0])
+    out = project_outputs(values, has_rows, projections)
+    if behind is not None:
+        out = out.masked_fill(behind, 0)
+    return out.reshape(shape + list(out.shape[1:]))
 
 
-def _with_a_copy_if_materialized(args: MultiHeadArguments) -> MultiHeadArguments:
-    """Of the rows that indices name, where keys and values are made of them all."""
-    of_copy = args._replace(indices=None)
-    if args.indices is None or not is_materialized(of_copy):
-        return args
-    # Those behind the last offset may name no row: they become the first one.
-    first = args.indices[:1].masked_fill(args.offsets[-1] == 0, 0)
-    indices = torch.where(is_behind(args.offsets, args.indices.shape[0]), first, args.indices)
-    # The gradient of ``index_select`` is added up in no fixed order on a GPU, and that of
-    # ``embedding`` in 16 bits on a CPU, where rows have these.
-    if args.history.is_cuda:
-        return of_copy._replace(history=F.embedding(indices, args.history))
-    return of_copy._replace(history=args.history.index_select(0, indices))
+def _attend_to_keys(
+    q: Tensor,
+    shape: list[int],
+    target_offsets: Tensor | None,
+    rows: Tensor,
+    offsets: Tensor,
+    projections: Projections,
+    biases: Biases,
+) -> Tensor:
+    """Return values ``[R, E]`` without their bias, by attention over materialized keys and values,
+    in the dtype of ``rows``. Keys have no bias, since a softmax cancels it.
+    """
+    num_heads, head_dim = projections.key.shape[0], projections.key.shape[1]
+    w_v = projections.value
+    k = F.linear(rows, projections.key.flatten(0, 1).to(rows.dtype))
+    v = rows if w_v is None else F.linear(rows, w_v.flatten(0, 1).to(rows.dtype))
+    if target_offsets is None:
+        num_targets = shape[1] if len(shape) > 1 else 1
+        target_offsets = torch.arange(shape[0] + 1, device=rows.device) * num_targets
+    return _flash_attention(
+        q.to(rows.dtype).view(-1, num_heads, head_dim), k.view(-1, num_heads, head_dim),
+        v.reshape(-1, num_heads, head_dim), target_offsets, offsets, biases.bias,
+        biases.position_bias, biases.age_bias, biases.timestamps, biases.request_time,
+        biases.dropout, None, False, 0, head_dim**-0.5, False,
+    )[0].flatten(1)  # fmt: skip
+
+
+def _gather_rows(rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+    """Return ``[N, D]`` rows by their indices; those behind the last offset may be no row's."""
+    first = indices[:1].masked_fill(offsets[-1] == 0, 0)
+    indices = torch.where(is_behind(offsets, indices.shape[0]), first, indices)
+    # The gradient of index_select is not deterministic on a GPU, and that of embedding is summed in
+    # 16 bits on a CPU.
+    return F.embedding(indices, rows) if rows.is_cuda else rows.index_select(0, indices)
 
 
 def _over_codes(
@@ -564,4 +611,5 @@ def _over_codes(
 
 
 # torch.jit.script takes the packet of an op, not its overloads.
-_multi_head_target_attention = multi_head_target_attention.overloadpacket
+_target_attention = target_attention.overloadpacket
+_flash_attention = flash_attention.overloadpacket

@@ -23,9 +23,9 @@ from torchrec_jagged_attn.checks import (
     check_tensor,
     check_timestamps,
 )
+from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
+from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.layout import check_offsets_values, check_order
-from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
-from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
 
 class Options(NamedTuple):
@@ -52,7 +52,7 @@ def check_target_heads(num_heads: int | None, embed_dim: int) -> int:
 
 def check_codes(history_codes: object, history_dim: int | None) -> int:
     """What histories are packed in must be known; returns how wide their rows are."""
-    if isinstance(history_codes, DiscretePCA):
+    if isinstance(history_codes, LinearDecoder):
         history_codes.check_fitted()
         width = history_codes.embed_dim
     elif isinstance(history_codes, PackedCodes):
@@ -67,9 +67,9 @@ def check_codes(history_codes: object, history_dim: int | None) -> int:
     return width
 
 
-def packed_codes_of(history_codes: DiscretePCA | PackedCodes) -> PackedCodes:
+def packed_codes_of(history_codes: LinearDecoder | PackedCodes) -> PackedCodes:
     """How histories are packed."""
-    return history_codes.packed_codes if isinstance(history_codes, DiscretePCA) else history_codes
+    return history_codes.packed_codes if isinstance(history_codes, LinearDecoder) else history_codes
 
 
 def check_inputs(

@@ -1,4 +1,4 @@
-"""``jagged_target_attention_over_codes``: target attention over rows that are kept as codes."""
+"""``jagged_target_attention_over_codes``: target attention over rows stored as packed codes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import (
-    check_float,
-    check_offsets_metadata,
-    check_packed,
-    check_packed_values,
-    check_same,
-    check_shape,
-)
+from torchrec_jagged_attn.checks import check_float, check_packed, check_same, check_shape
+from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.ops import jagged_target_attention
 from torchrec_jagged_attn.runtime.autocast import autocast_off, cast_as_products
-from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
 
 def jagged_target_attention_over_codes(
@@ -32,7 +25,7 @@ def jagged_target_attention_over_codes(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    r"""Attend from query rows to the decoded rows of their sample, which are not materialized.
+    r"""Attend from query rows to the decoded rows of their sample, without materializing them.
 
     For query row :math:`q`, over its sample's rows :math:`\hat x_n = \mu + B^T c_n` of codes
     :math:`c_n`,
@@ -40,24 +33,24 @@ def jagged_target_attention_over_codes(
     .. math:: q \cdot \hat x_n = (B q) \cdot c_n + q \cdot \mu, \qquad
               \sum_n p_n \hat x_n = B^T \sum_n p_n c_n + \mu \sum_n p_n
 
-    It calls :func:`jagged_target_attention` with ``L + 1`` columns in place of ``D``: the codes of
-    a row and a one, with the query ``B q`` and, except for a softmax, which it does not change,
-    :math:`q \cdot \mu`. The last column of the op's output is the sum of the weights, zero for an
-    empty history.
+    It calls :func:`jagged_target_attention` over rows of ``L + 1`` instead of ``D`` columns: the
+    codes of a row and a constant 1. The query is ``B q``, followed by :math:`q \cdot \mu`, or by 0
+    for a softmax, which this constant does not change. The last column of the op's output is the
+    sum of the weights, which is 0 for an empty history.
 
     Args:
-        query: as of :func:`jagged_target_attention`, of any width ``D``.
-        packed: ``[N, num_bytes]`` uint8, of ``PackedCodes(L, num_levels)``: codes of all samples'
-            rows, one sample after the other.
+        query: see :func:`jagged_target_attention`; any width ``D``.
+        packed: ``[N, num_bytes]`` uint8, packed by ``PackedCodes(L, num_levels)``: the rows of all
+            samples, one sample after the other.
         offsets: ``[B + 1]`` int32 or int64, see :class:`JaggedLayout`.
-        mean: ``[D]``, of the dtype of ``query``.
-        basis: ``[L, D]``, likewise; ``L`` in 1…511.
-        num_levels: of a code.
+        mean: ``[D]``, dtype of ``query``.
+        basis: ``[L, D]``, dtype of ``query``; ``L`` in 1…511.
+        num_levels: number of values of a code.
         scale: factor of the dot products; ``1/√D`` by default.
-        options: the others of :func:`jagged_target_attention`.
+        options: other options of :func:`jagged_target_attention`.
 
     Returns:
-        Like ``query``, as there.
+        The attention output, with the shape and dtype of ``query``.
 
     Raises:
         TypeError: a dtype or an option does not fit.
@@ -82,22 +75,17 @@ def jagged_target_attention_over_codes(
     check_shape(mean, "mean", "[D]", (width,))
     check_same(query, "query", dtype=True, mean=mean, basis=basis)
     check_same(query, "query", dtype=False, packed=packed)
-    packed_codes = PackedCodes(basis.shape[0], num_levels)
-    check_packed(packed, "packed", packed_codes.num_codes, packed_codes.num_levels)
-    check_offsets_metadata(offsets, "offsets")
-    row_offsets = offsets if options.get("indices") is None else None
-    check_packed_values(
-        packed, "packed", packed_codes.num_codes, packed_codes.num_levels, row_offsets
-    )
-    # The constant of a softmax would only take bits from the scores.
-    keys = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
-    with autocast_off(query):  # all is in the dtype of the query
+    layout = PackedCodes(basis.shape[0], num_levels)
+    check_packed(packed, "packed", layout.num_codes, layout.num_levels)
+    # With a softmax, q·μ would only cost precision of the scores.
+    key_mean = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
+    with autocast_off(query):  # all operands have the dtype of the query
         pooled = jagged_target_attention(
-            query @ torch.cat([basis, keys.unsqueeze(0)]).T,
+            query @ torch.cat([basis, key_mean.unsqueeze(0)]).T,
             packed,
             offsets,
-            num_levels=packed_codes.num_levels,
-            scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+            num_levels=layout.num_levels,
+            scale=1 / math.sqrt(width) if scale is None else scale,
             **options,
         )
         return pooled @ torch.cat([basis, mean.unsqueeze(0)])

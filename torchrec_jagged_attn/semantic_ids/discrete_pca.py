@@ -1,4 +1,4 @@
-"""``DiscretePCA``: rows as sums of few directions, each times a small integer."""
+"""``DiscretePCA``: rows as a mean plus a sum of few directions, each times a small integer."""
 
 from __future__ import annotations
 
@@ -8,32 +8,29 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrec_jagged_attn.checks import (
-    check_bool,
-    check_device,
     check_int,
     check_real,
     check_same,
     check_shape,
     check_tensor,
-    has_values,
     should_validate,
 )
+from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.ranks import Ranks
 from torchrec_jagged_attn.runtime.autocast import autocast_off
-from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 
 BLOCK = 2**16
-"""Rows that are taken at a time."""
+"""Number of rows that are processed at a time."""
 BINS, BINS_PER_OCTAVE = 4096, 64
-"""Of the histograms that scales come from."""
-LEAST_SPREAD = 1e-140
-"""Of values: fp64 holds the squares of these with all of their bits."""
+"""Size and resolution of the histograms from which scales are computed."""
+NUM_SWEEPS = 1
+"""Updates of each code after the greedy choice."""
 
 
-class DiscretePCA(nn.Module):
+class DiscretePCA(LinearDecoder):
     r"""Encodes rows as integer codes: a mean plus a sum of directions, each times a code.
 
     .. math:: \hat x = \mu + \sum_l c_l b_l = \mu + B^T c, \qquad c_l \in \{-h, …, h\}
@@ -44,18 +41,20 @@ class DiscretePCA(nn.Module):
     computes in fp64, and its result does not depend on how rows are divided into batches. Under a
     process group, it fits the rows of all ranks together.
 
-    :meth:`encode` chooses codes greedily, one direction after the other, then updates each with the
-    others fixed. :meth:`decode` is linear in the codes, with gradients of ``mean`` and ``basis``.
-    Both methods require a fitted or loaded basis.
+    :meth:`encode` chooses codes greedily, one direction after the other, then updates each once
+    with the others fixed. :meth:`decode` is linear in the codes, with gradients of ``mean`` and
+    ``basis``. Both require a fitted or loaded basis. They raise TypeError for a wrong dtype, and
+    ValueError for a wrong shape or device or (on CPU, or under
+    ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) for codes out of range, rows that are not finite, or a
+    module that is not fitted.
 
     Args:
-        embed_dim: ``D``, of rows.
-        num_codes: ``L``, of a row; may be more than ``D``.
-        num_levels: of a code, ``2 h + 1``: an odd number of 3 to 255.
-        num_sweeps: number of updates of each code in :meth:`encode`, after the greedy choice.
-        trainable: whether ``mean`` and ``basis`` are parameters; else they are buffers.
-        device: of both.
-        dtype: of both, fp32 or fp64; that of PyTorch by default.
+        embed_dim: width of the rows, ``D``.
+        num_codes: number of codes per row, ``L``; may exceed ``D``.
+        num_levels: number of values of a code, ``2 h + 1``: an odd number from 3 to 255.
+        trainable: whether ``mean`` and ``basis`` are parameters instead of buffers.
+        device: device of both.
+        dtype: dtype of both, fp32 or fp64; PyTorch's default dtype by default.
 
     Attributes:
         mean: ``[D]``.
@@ -80,42 +79,9 @@ class DiscretePCA(nn.Module):
 
     Source:
         After the abstract of SIDE (https://arxiv.org/abs/2506.16698), which names Discrete-PCA, a
-        generalization of residual quantization, and an embedding of ids without parameters. How
-        codes, directions and scales are found is ours.
+        generalization of residual quantization, and an embedding of ids without parameters. The
+        algorithm that finds codes, directions and scales is our own.
     """
-
-    mean: Tensor
-    basis: Tensor
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_codes: int,
-        num_levels: int = 3,
-        *,
-        num_sweeps: int = 1,
-        trainable: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.embed_dim = check_int(embed_dim, "embed_dim", 1)
-        self.num_sweeps = check_int(num_sweeps, "num_sweeps", 0)
-        check_bool(trainable, "trainable")
-        check_device(device)
-        if dtype not in (None, torch.float32, torch.float64):
-            raise TypeError(f"dtype must be float32 or float64, got {dtype}")
-        self.packed_codes = PackedCodes(num_codes, num_levels)
-        self._is_fitted = False
-        for name, shape in (
-            ("mean", [self.embed_dim]),
-            ("basis", [self.packed_codes.num_codes, self.embed_dim]),
-        ):
-            value = torch.zeros(shape, device=device, dtype=dtype)
-            if trainable:
-                self.register_parameter(name, nn.Parameter(value))
-            else:
-                self.register_buffer(name, value)
 
     @torch.no_grad()
     def fit(
@@ -126,120 +92,73 @@ class DiscretePCA(nn.Module):
         max_steps: int = 50,
         process_group: dist.ProcessGroup | None = None,
     ) -> list[float]:
-        """Find mean and directions of rows, of any scale that the dtype of this module holds.
+        """Compute mean and directions from rows of any scale that fp32 holds.
 
-        Rows are read, a block at a time: once for mean and covariance, twice for each round of
-        directions (a few more than ``L / D``), and once for each step of least squares.
+        Rows are read in blocks: once for mean and covariance, twice for each round of directions (a
+        few more than ``L / D``), and once for each step of least squares.
 
-        Where a process group is initialized, every rank must call it, each with rows of its own:
-        they are fitted together, and all ranks get the same mean and basis, bit by bit.
+        If a process group is initialized, every rank must call it with its own rows. They are
+        fitted together, and all ranks get bit-equal results.
 
         Args:
-            rows: ``[N, D]``, floating point, ``N > 0``; or batches of such rows, which can be
-                iterated again and again, as a list or a ``DataLoader`` that does not shuffle.
-                Each batch is moved to the device of this module.
+            rows: ``[N, D]``, floating point, ``N > 0``; or an iterable of such batches that can be
+                iterated repeatedly, like a list or a ``DataLoader`` that does not shuffle. Batches
+                are moved to the device of this module.
             tolerance: least squares end when a step lowers the error by less than this fraction.
-            max_steps: of least squares at most.
-            process_group: the ranks whose rows are fitted together; by default, those of the
-                default process group. One of this rank alone fits its rows alone.
+            max_steps: maximum number of steps of least squares.
+            process_group: the ranks whose rows are fitted together; by default, the default process
+                group. A group of this rank alone fits its rows alone.
 
         Returns:
-            The mean squared error of a row, summed over its columns, before least squares and after
-            each step: it never rises.
+            The mean over rows of the squared error, before least squares and after each step. It
+            never rises.
 
         Raises:
-            TypeError: ``rows`` are no floating-point rows, or can be iterated only once.
-            ValueError: ``rows`` are none, not finite, not of ``D`` columns, or not the same again;
-                their scale is not held by the dtype of this module; or ``tolerance`` or
+            TypeError: ``rows`` are not floating-point rows, or can be iterated only once.
+            ValueError: ``rows`` are empty, not finite, not of width ``D``, or differ between
+                passes; the dtype of this module does not hold their scale; or ``tolerance`` or
                 ``max_steps`` is negative.
         """
         check_real(tolerance, "tolerance")
         check_int(max_steps, "max_steps", 0)
         if not isinstance(rows, Iterable) or isinstance(rows, Iterator):
             raise TypeError(
-                "rows must be a tensor, or batches that can be iterated again and again, got a "
+                "rows must be a tensor, or batches that can be iterated repeatedly, got a "
                 f"{type(rows).__name__}"
             )
         data = _Rows(rows, self.embed_dim, self.mean.device, process_group)
-        model = self._model(data.mean, data.mean.new_zeros(0, self.embed_dim))
-        model = _with_directions(model, data, self.packed_codes.num_codes)
-        error, change = data.measure(model)
-        found = [error]
+        layout, no_basis = self.packed_codes, data.mean.new_zeros(0, self.embed_dim)
+        model = _Model(data.mean, no_basis, layout.largest_code)
+        model = _add_directions(model, data, layout.num_codes)
+        error, change = data.least_squares(model)
+        errors = [error]
         for _ in range(max_steps):
             changed = model._replace(basis=model.basis + change)
-            error, change = data.measure(changed)
-            if error >= found[-1]:
+            error, change = data.least_squares(changed)
+            if error >= errors[-1]:
                 break
             model = changed
-            found.append(error)
-            if error > (1 - tolerance) * found[-2]:
+            errors.append(error)
+            if error > (1 - tolerance) * errors[-2]:
                 break
         _check_scale(model, self.basis.dtype)
         self.mean.copy_(model.mean)
         self.basis.copy_(model.basis)
         self._is_fitted = True
-        return found
-
-    def check_fitted(self) -> None:
-        """Raise ValueError if ``mean`` and ``basis`` are the zeros that they begin with."""
-        if self._is_fitted or not has_values(self.mean):
-            return
-        if not self.mean.any() and not self.basis.any():
-            raise ValueError(
-                "DiscretePCA must be fitted, or have the state of one that was, before it is used, "
-                "got a mean and a basis of zeros: call fit()"
-            )
-        self._is_fitted = True
+        return errors
 
     @torch.no_grad()
     def encode(self, rows: Tensor) -> Tensor:
-        """Codes ``[N, L]`` int8 of floating-point rows ``[N, D]``.
-
-        Raises:
-            TypeError: ``rows`` are not floating point.
-            ValueError: their shape or device does not fit; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is not finite, or this module is not
-                fitted.
-        """
+        """Encode floating-point rows ``[N, D]`` as codes ``[N, L]`` int8."""
         _check_rows(rows, self.embed_dim)
         check_same(self.mean, "mean", dtype=False, rows=rows)
         if should_validate(rows):
             if not rows.isfinite().all():
-                raise ValueError("rows must be finite, got some that are not")
+                raise ValueError("rows must be finite, got infinite or NaN values")
             self.check_fitted()
-        model = self._model(self.mean, self.basis)
-        with autocast_off(rows):  # codes do not depend on it
+        model = _Model(self.mean, self.basis, self.packed_codes.largest_code)
+        with autocast_off(rows):  # codes must not depend on autocast
             return torch.cat([model.encode(block)[0] for block in rows.split(BLOCK)])
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Rows ``[N, D]``, in the dtype of ``basis``, of integer codes ``[N, L]``, ``-h`` to ``h``.
-
-        Raises:
-            TypeError: ``codes`` are no integers.
-            ValueError: their shape does not fit; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) one is out of range, or this module is not
-                fitted.
-        """
-        self.packed_codes.check_codes(codes)
-        check_same(self.mean, "mean", dtype=False, codes=codes)
-        if should_validate(codes):
-            self.check_fitted()
-        with autocast_off(codes):
-            return self.mean + codes.to(self.basis.dtype) @ self.basis
-
-    def forward(self, packed: Tensor) -> Tensor:
-        """Rows ``[N, D]`` of packed codes ``[N, num_bytes]``, as :meth:`decode`."""
-        return self.decode(self.packed_codes.unpack(packed))
-
-    def _model(self, mean: Tensor, basis: Tensor) -> _Model:
-        return _Model(mean, basis, self.packed_codes.largest_code, self.num_sweeps)
-
-    def extra_repr(self) -> str:
-        """What the module was made of."""
-        return (
-            f"embed_dim={self.embed_dim}, num_codes={self.packed_codes.num_codes}, "
-            f"num_levels={self.packed_codes.num_levels}, num_sweeps={self.num_sweeps}"
-        )
 
 
 def _check_rows(rows: Tensor, embed_dim: int) -> None:
@@ -250,35 +169,34 @@ def _check_rows(rows: Tensor, embed_dim: int) -> None:
 
 
 def _check_scale(model: _Model, dtype: torch.dtype) -> None:
-    """``dtype`` must hold directions with all of its bits, and every row that has codes."""
+    """Raise unless ``dtype`` holds all decoded rows, and directions as normal numbers."""
     limits, sizes = torch.finfo(dtype), model.basis.abs().amax(1)
     largest = (model.mean.abs() + model.largest_code * model.basis.abs().sum(0)).max().item()
-    least = sizes[sizes > 0].min().item() if sizes.any() else limits.tiny
-    if largest > limits.max or least < limits.tiny:
+    smallest = sizes[sizes > 0].min().item() if sizes.any() else limits.tiny
+    if largest > limits.max or smallest < limits.tiny:
         raise ValueError(
             f"rows must have a scale within the range of {dtype}, {limits.tiny:.3g} to "
-            f"{limits.max:.3g}, got {least if least < limits.tiny else largest:.3g}: scale them, "
-            "or make DiscretePCA with dtype=torch.float64"
+            f"{limits.max:.3g}, got {smallest if smallest < limits.tiny else largest:.3g}: scale "
+            "them, or make DiscretePCA with dtype=torch.float64"
         )
 
 
 class _Model(NamedTuple):
-    """What a fit finds, mean ``[D]`` and basis ``[L, D]``, and how its codes are chosen."""
+    """Mean ``[D]``, basis ``[L, D]`` and largest code, with which rows are encoded."""
 
     mean: Tensor
     basis: Tensor
     largest_code: int
-    num_sweeps: int
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes ``[N, L]``, int8, and what they leave of ``rows``, ``[N, D]``.
+        """Return the codes ``[N, L]`` int8 of ``rows`` and their residuals ``[N, D]``.
 
-        The greedy choice is a sweep of coordinate descent that begins with zeros.
+        The greedy choice is a sweep of coordinate descent that starts at zeros.
         """
         dtype = torch.promote_types(rows.dtype, self.mean.dtype)
-        basis, most = self.basis.to(dtype), self.largest_code
-        # Squares of directions may be too small or too large. Divided by a power of two, they are
-        # not, and codes have the same bits.
+        basis, limit = self.basis.to(dtype), self.largest_code
+        # Squares of directions may under- or overflow. Scaling by a power of two avoids that
+        # without changing a bit of the codes.
         sizes = basis.abs().amax(1)
         powers = torch.where(sizes > 0, sizes / (2 * torch.frexp(sizes).mantissa), 1)
         scaled = basis / powers.unsqueeze(1)
@@ -287,20 +205,20 @@ class _Model(NamedTuple):
         factors = factors.clamp(max=torch.finfo(dtype).max)
         residual = rows.to(dtype) - self.mean.to(dtype)
         codes = residual.new_zeros(len(basis), len(rows))
-        for _ in range(1 + self.num_sweeps):
+        for _ in range(1 + NUM_SWEEPS):
             for code, direction, unit, factor in zip(codes, basis, scaled, factors, strict=True):
-                wanted = code + (residual @ unit) * factor
-                chosen = wanted.round().clamp(-most, most)
-                residual.addr_(chosen - code, direction, alpha=-1)
-                code.copy_(chosen)
+                best = (code + (residual @ unit) * factor).round().clamp(-limit, limit)
+                residual.addr_(best - code, direction, alpha=-1)
+                code.copy_(best)
         return codes.T.to(torch.int8, memory_format=torch.contiguous_format), residual
 
 
 class _Rows:
-    """Rows that a fit passes over, in fp64 and in blocks of one size, whatever the batches are.
+    """The rows of a fit, read in fp64 and in blocks of a fixed size, whatever the batch sizes.
 
-    Each rank passes over its own rows, ``num_rows``; all that methods return is of all ranks' rows,
-    and so are ``total``, their number ``N``, ``mean [D]`` and ``covariance [D, D]``, times ``N``.
+    Each rank reads its own ``num_rows`` rows. Methods return sums over all ranks, like the
+    attributes ``total`` (the number of rows ``N``), ``mean`` ``[D]`` and ``covariance`` ``[D, D]``
+    (times ``N``).
     """
 
     def __init__(
@@ -315,45 +233,37 @@ class _Rows:
         self.num_rows = 0
         self.mean = torch.zeros(dim, dtype=torch.float64, device=device)
         self.covariance = self.mean.new_zeros(dim, dim)
-        origin, spread = self.mean, self.mean.new_zeros(())
-        for block in self._blocks():
+        origin = self.mean
+        for block in self.blocks():
             if self.num_rows == 0:
-                origin = block[0]  # so that little is lost of rows far from zero
-            centered = block - origin
-            spread = torch.maximum(spread, centered.abs().max())
-            self._add(centered)
+                origin = block[0]  # loses fewer digits if rows are far from zero
+            self._update(block - origin)
         self.mean += origin
         self.total = self.num_rows
         if self.ranks.size > 1:
-            spread = self._combine(spread)
+            self._combine_ranks()
         if self.total == 0:
             raise ValueError("rows must hold at least one row, got none")
         if not self.covariance.isfinite().all():
-            raise ValueError("rows must be finite, got some that are not, or whose squares are not")
-        if 0 < spread < LEAST_SPREAD:
-            raise ValueError(
-                f"rows must differ by {LEAST_SPREAD} or more, or not at all, got {spread.item()}: "
-                "squares of less are lost in fp64"
-            )
+            raise ValueError("rows must be finite, also when squared, got others")
 
-    def _combine(self, spread: Tensor) -> Tensor:
-        """Mean and covariance of all ranks' rows; returns how far they are apart at most."""
-        count = self.mean.new_tensor(self.num_rows)
-        of_ranks = self.ranks.all(torch.cat([torch.stack([count, spread]), self.mean]))
-        counts, spreads, means = of_ranks[:, 0], of_ranks[:, 1], of_ranks[:, 2:]
+    def _combine_ranks(self) -> None:
+        """Compute ``total``, ``mean`` and ``covariance`` of the rows of all ranks."""
+        count = self.mean.new_tensor([self.num_rows])
+        gathered = self.ranks.all(torch.cat([count, self.mean]))
+        counts, means = gathered[:, 0], gathered[:, 1:]
         self.total = int(counts.sum())
         center = means[counts.argmax()]
         shifts = torch.where(counts.unsqueeze(1) > 0, means - center, 0)
         shift = self.ranks.first(counts @ shifts / max(self.total, 1))
         if self.num_rows:
-            own = self.mean - center - shift
-            self.covariance += torch.outer(own, own) * self.num_rows
+            local_shift = self.mean - center - shift
+            self.covariance += torch.outer(local_shift, local_shift) * self.num_rows
         self.mean = center + shift
         self.covariance = self.ranks.sum(self.covariance)
-        return torch.maximum(spreads.max(), shifts.abs().max())
 
-    def _add(self, block: Tensor) -> None:
-        """Take a block into mean and covariance, as Chan, Golub and LeVeque (1979) do."""
+    def _update(self, block: Tensor) -> None:
+        """Update mean and covariance with a block, as Chan, Golub and LeVeque (1979) do."""
         before, self.num_rows = self.num_rows, self.num_rows + len(block)
         mean = block.mean(0)
         centered, shift = block - mean, mean - self.mean
@@ -361,34 +271,28 @@ class _Rows:
         self.covariance += torch.outer(shift, shift) * (before * len(block) / self.num_rows)
         self.mean += shift * (len(block) / self.num_rows)
 
-    def _blocks(self) -> Iterator[Tensor]:
-        """The rows in their order, ``BLOCK`` at a time."""
-        kept, count = [], 0
+    def blocks(self) -> Iterator[Tensor]:
+        """Yield the rows in order, ``BLOCK`` at a time; they must be as many in every pass."""
+        pending, count, total = [], 0, 0
         for batch in self.batches:
             _check_rows(batch, self.dim)
+            total += len(batch)
             for block in batch.split(BLOCK):
-                kept.append(block.detach().to(self.device, torch.float64))
+                pending.append(block.detach().to(self.device, torch.float64))
                 count += len(block)
                 if count >= BLOCK:
-                    whole = torch.cat(kept)
-                    yield whole[:BLOCK]
-                    kept, count = [whole[BLOCK:]], count - BLOCK
+                    joined = torch.cat(pending)
+                    yield joined[:BLOCK]
+                    pending, count = [joined[BLOCK:]], count - BLOCK
         if count:
-            yield torch.cat(kept)
-
-    def blocks(self) -> Iterator[Tensor]:
-        """As before, and as many."""
-        count = 0
-        for block in self._blocks():
-            count += len(block)
-            yield block
-        if count != self.num_rows:
+            yield torch.cat(pending)
+        if total != self.num_rows:
             raise ValueError(
-                f"rows must be the same in each pass, got {self.num_rows} and then {count}"
+                f"rows must be the same in each pass, got {self.num_rows} and then {total}"
             )
 
     def residual_covariance(self, model: _Model) -> Tensor:
-        """Of what the codes leave, ``[D, D]``, about zero and times ``N``."""
+        """Second moments ``[D, D]`` of the residuals, times ``N``."""
         covariance = torch.zeros_like(self.covariance)
         for block in self.blocks():
             residual = model.encode(block)[1]
@@ -396,8 +300,9 @@ class _Rows:
         return self.ranks.sum(covariance)
 
     def histograms(self, model: _Model, directions: Tensor, tops: Tensor) -> Tensor:
-        """How many rows leave how much along each of ``directions`` ``[k, D]``: ``[k, BINS]``, in
-        bins from zero to ``tops`` ``[k]``.
+        """Histograms ``[k, BINS]`` of absolute residuals along ``directions`` ``[k, D]``.
+
+        The bins of each direction are logarithmic and end at its value in ``tops`` ``[k]``.
         """
         first = torch.arange(len(directions), device=self.device) * BINS
         counts = torch.zeros(len(directions) * BINS, dtype=torch.int64, device=self.device)
@@ -408,8 +313,8 @@ class _Rows:
             counts += (bins + first).flatten().bincount(minlength=len(counts))
         return self.ranks.sum(counts).view(-1, BINS)
 
-    def measure(self, model: _Model) -> tuple[float, Tensor]:
-        """The mean squared error of a row, and the change of the basis by least squares."""
+    def least_squares(self, model: _Model) -> tuple[float, Tensor]:
+        """Return the mean squared error of ``model``, and the least-squares change of its basis."""
         error = self.mean.new_zeros(())
         products = self.mean.new_zeros(len(model.basis), len(model.basis))
         moments = torch.zeros_like(model.basis)
@@ -424,59 +329,60 @@ class _Rows:
         return error.item() / self.total, self.ranks.first(change)
 
 
-def _with_directions(model: _Model, data: _Rows, num_codes: int) -> _Model:
-    """``model`` with a basis of ``num_codes`` directions by PCA, in rounds.
+def _add_directions(model: _Model, data: _Rows, num_codes: int) -> _Model:
+    """Add principal directions of the residuals to ``model`` until it has ``num_codes``.
 
-    A round takes the principal directions of the residual, from the first to the last that has more
-    variance than one before it will have when its code is known. These are at right angles: their
-    codes and scales do not depend on each other.
+    A round adds directions in the order of their variance, until an earlier one would keep more
+    variance after encoding than the next one has. They are orthogonal, so that their codes and
+    scales are independent.
     """
     covariance = data.covariance
-    least = covariance.trace() * data.dim * torch.finfo(torch.float64).eps
+    threshold = covariance.trace() * data.dim * torch.finfo(torch.float64).eps
     below_top = torch.arange(BINS - 0.5, 0, -1, dtype=torch.float64, device="cpu")
     below_top /= BINS_PER_OCTAVE
     while (missing := num_codes - len(model.basis)) > 0:
         variances, directions = map(data.ranks.first, torch.linalg.eigh(covariance))
-        candidates = (variances > least).nonzero().flatten().flip(0)[:missing]
+        candidates = (variances > threshold).nonzero().flatten().flip(0)[:missing]
         if len(candidates) == 0:
             return model._replace(basis=F.pad(model.basis, (0, 0, 0, missing)))
         variances, directions = variances[candidates], directions.T[candidates]
         directions *= directions.gather(1, directions.abs().argmax(1, keepdim=True)).sign()
-        tops = variances.sqrt()  # of sums over all rows: no row has more
+        tops = variances.sqrt()  # root of a sum over all rows, so an upper bound for each row
         counts = data.histograms(model, directions, tops).cpu()
-        scales, left = [], 0.0
+        scales, remaining = [], 0.0
         for variance, top, count in zip(variances.tolist(), tops.tolist(), counts, strict=True):
-            if variance <= left:
+            if variance <= remaining:
                 break
             scale, fraction = _best_scale(top * torch.exp2(-below_top), count, model.largest_code)
             scales.append(scale)
-            left = max(left, variance * fraction)
-        taken = directions.new_tensor(scales).unsqueeze(1) * directions[: len(scales)]
-        taken = data.ranks.first(taken)
-        model = model._replace(basis=torch.cat([model.basis, taken]))
+            remaining = max(remaining, variance * fraction)
+        added = directions.new_tensor(scales).unsqueeze(1) * directions[: len(scales)]
+        model = model._replace(basis=torch.cat([model.basis, data.ranks.first(added)]))
         covariance = data.residual_covariance(model)
     return model
 
 
 def _best_scale(sizes: Tensor, counts: Tensor, largest_code: int) -> tuple[float, float]:
-    """The scale whose multiples, up to the largest code, are nearest to values of these sizes.
+    """Find the scale whose multiples up to ``largest_code`` have the least squared error.
 
-    Exact: codes change only where the scale passes ``size / (code - 1/2)``. As it falls past all
-    of these in their order, the sums of codes · sizes and of squared codes grow. What the best
-    scale for these codes takes of the squares is the first sum, squared, over the second. Returns
-    the scale, and the fraction of the squares that is left. Of each of ``sizes [n]`` there are
-    ``counts [n]`` values.
+    Each of the values ``sizes`` ``[n]`` occurs ``counts`` ``[n]`` times. Returns the scale, and the
+    remaining fraction of the squares.
+
+    The search is exact: a code changes only at the scales ``size / (code - 1/2)``. In their
+    descending order, cumulative sums give the sum of codes · sizes and the sum of squared codes.
+    The best scale for given codes is the first divided by the second, and it reduces the squares by
+    the square of the first divided by the second.
     """
     sizes, counts = sizes[counts > 0], counts[counts > 0]
     codes = torch.arange(1, largest_code + 1, dtype=sizes.dtype, device=sizes.device)
     order = (sizes.unsqueeze(1) / (codes - 0.5)).flatten().argsort(descending=True, stable=True)
 
-    def summed(of_size: Tensor, of_code: Tensor) -> Tensor:
-        return torch.outer(of_size, of_code).flatten()[order].cumsum(0)
+    def cumulative(x: Tensor, y: Tensor) -> Tensor:
+        return torch.outer(x, y).flatten()[order].cumsum(0)
 
-    along = summed(counts * sizes, torch.ones_like(codes))
-    squares = summed(counts.to(sizes.dtype), 2 * codes - 1)
-    gains = along.square() / squares
+    products = cumulative(counts * sizes, torch.ones_like(codes))
+    squares = cumulative(counts.to(sizes.dtype), 2 * codes - 1)
+    gains = products.square() / squares
     best = int(gains.argmax())
     total = (counts * sizes.square()).sum()
-    return (along[best] / squares[best]).item(), (1 - gains[best] / total).clamp(min=0).item()
+    return (products[best] / squares[best]).item(), (1 - gains[best] / total).clamp(min=0).item()

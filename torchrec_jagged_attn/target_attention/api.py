@@ -43,7 +43,6 @@ from torchrec_jagged_attn.target_attention.arguments import (
     new_outputs,
 )
 from torchrec_jagged_attn.target_attention.kernels import attention as kernels
-from torchrec_jagged_attn.target_attention.kernels.records import Listing
 
 
 def jagged_target_attention(
@@ -245,12 +244,10 @@ def _check_values(args: TargetArguments) -> None:
         check_finite(bias, "prior_weights", offsets=args.offsets)
 
 
-def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
-    """Attend; see :class:`TargetArguments`. For ``listing`` see the kernels' ``listing_of``."""
+def forward(args: TargetArguments) -> TargetOutputs:
+    """Attend; see :class:`TargetArguments`."""
     _check_row_numbers(args)
     _check_values(args)
-    if listing is not None:
-        return kernels.forward(args, listing)
     return implementation_of(args.query, cpu, kernels).forward(args)
 
 
@@ -260,7 +257,6 @@ def backward(
     outputs: TargetOutputs,
     needs_bias: bool,
     needs_history: bool,
-    listing: Listing | None = None,
     grad_lse: Tensor | None = None,
 ) -> TargetGradients:
     """Gradients of :func:`forward`, that of ``bias`` if ``needs_bias``. Of others than the history,
@@ -274,12 +270,9 @@ def backward(
             "for_backward must be True where a gradient is taken, got False: "
             "this was called, traced or exported with gradients off"
         )
-    if listing is not None:
-        grads = kernels.backward(grad_out, args, outputs, needs_bias, needs_history, listing)
-    else:
-        grads = implementation_of(args.query, cpu, kernels).backward(
-            grad_out, args, outputs, needs_bias, needs_history, grad_lse=grad_lse
-        )
+    grads = implementation_of(args.query, cpu, kernels).backward(
+        grad_out, args, outputs, needs_bias, needs_history, grad_lse=grad_lse
+    )
     grad_bias = bias_gradient(grads.bias, args.biases.bias) if needs_bias else None
     return grads._replace(bias=grad_bias)
 
@@ -355,7 +348,7 @@ _REGISTERED: dict[str, Any] = {
         "indices", "timestamps", "request_time", "dropout", "row_numbers", "row_number_ends",
     ),
 }  # fmt: skip
-_, call_target_attention = register_op(
+target_attention, call_target_attention = register_op(
     "target_attention",
     outputs=TargetOutputs,
     forward=forward,

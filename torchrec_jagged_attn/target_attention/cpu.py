@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.codes.cpu import rows_of_codes
+from torchrec_jagged_attn.codes.api import rows_of_codes
 from torchrec_jagged_attn.flash_attention import cpu as attention
 from torchrec_jagged_attn.flash_attention.arguments import FlashArguments
 from torchrec_jagged_attn.target_attention.arguments import (

@@ -65,7 +65,6 @@ class Call(NamedTuple):
     addressable: bool
     precision: str  # of products, see ``matmul.product_precision``
     score: str = "softmax"  # from scores to weights, see ``arguments.SCORES``
-    splits_given: bool = False  # whether the kernel that computes the queries also lists the splits
     by_index: bool = False  # whether there are gather indices of history rows
     num_levels: int = 0  # of packed codes; 0 where history rows are not packed
 
@@ -266,7 +265,7 @@ class Plan:
                 "BLOCK_A": padded_width(x.num_ages),
             }
         if self.listed:
-            more |= overlap_options(self.overlap) | {"WAIT": x.splits_given}
+            more |= overlap_options(self.overlap)
         elif self.variant == "few_warps":
             more["OVERLAP"] = self.overlap
         return _arguments(**_inputs(x), **self.tiles, **more)

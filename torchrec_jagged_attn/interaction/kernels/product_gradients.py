@@ -3,8 +3,8 @@
     of x · y_b,  with dout [N, T]      dx = dout · y_bᵀ      dy_b = xᵀ · dout
     of xᵀ · y,   with dout [B, D, T]   dx = y · dout_bᵀ      dy = x · dout_b
 
-The kernels read x once and write dx once: 2·N·D·e bytes, with e bytes an element, and 4·N·D·T
-FLOPs. If T is wider than a tile, each gradient is a separate product (``products.py``).
+The kernels read x once and write dx once: 2·N·D·e bytes, with e bytes per element, and 4·N·D·T
+FLOPs. A tile holds all of T: see ``is_supported``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.interaction.kernels.products import jagged_dense_bmm, jagged_jagged_bmm
+from torchrec_jagged_attn.interaction.kernels.products import fewest_rows_of_chunk
 from torchrec_jagged_attn.runtime.kernels.jagged import add_chunks, find_chunk, find_tile
 from torchrec_jagged_attn.runtime.kernels.matmul import (
     load_tile,
@@ -29,7 +29,7 @@ from torchrec_jagged_attn.runtime.kernels.matmul import (
 )
 from torchrec_jagged_attn.runtime.launch import Launcher
 
-WIDEST = 64  # largest T of one tile
+MAX_WIDTH = 64  # largest T of one tile
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -61,8 +61,8 @@ def _dense_kernel(
         return
     d = (program % TILES).to(tl.int32) * BLOCK_D
     rows = (end - begin).to(tl.int32)
-    of_y = sample * (D * T)
-    y = load_tile(y_ptr + of_y, 0, d, T, D, BLOCK_T, BLOCK_D, True)
+    y_first = sample * (D * T)
+    y = load_tile(y_ptr + y_first, 0, d, T, D, BLOCK_T, BLOCK_D, True)
     acc = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
     for r in tl.range(0, rows, BLOCK_R, num_stages=3):
         grad_out = load_tile(grad_out_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T)
@@ -75,7 +75,7 @@ def _dense_kernel(
     if split >= 0:
         tl.store(sums_ptr + split * (D * T) + origin + at, acc, mask=mask)
     else:
-        tl.store(grad_y_ptr + of_y + origin + at, acc, mask=mask)
+        tl.store(grad_y_ptr + y_first + origin + at, acc, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -101,12 +101,12 @@ def _jagged_kernel(
         return
     rows = (end - begin).to(tl.int32)
     r = start.to(tl.int32)
-    of_sample = grad_out_ptr + sample * (D * T)
+    sample_ptr = grad_out_ptr + sample * (D * T)
     y = load_tile(y_ptr + begin * T, r, 0, rows, T, BLOCK_R, BLOCK_T)
     acc = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
     for d in tl.range(0, D, BLOCK_D, num_stages=3):
         x = load_tile(x_ptr + begin * D, r, d, rows, D, BLOCK_R, BLOCK_D)
-        grad_out = load_tile(of_sample, d, 0, D, T, BLOCK_D, BLOCK_T)
+        grad_out = load_tile(sample_ptr, d, 0, D, T, BLOCK_D, BLOCK_T)
         acc = multiply(x, grad_out, acc, PRECISION)
         grad_x = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         grad_x = multiply(y, tl.trans(grad_out), grad_x, PRECISION)
@@ -120,13 +120,16 @@ _dense = Launcher(_dense_kernel)
 _jagged = Launcher(_jagged_kernel)
 
 
+def is_supported(x: Tensor, width: int) -> bool:
+    """Return whether these kernels support ``x`` ``[N, D]`` with ``width`` ``T``."""
+    return x.numel() > 0 and 0 < width <= MAX_WIDTH
+
+
 def jagged_dense_bmm_backward(
     grad_out: Tensor, x: Tensor, y: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """``dx [N, D]`` and ``dy [B, D, T]`` of ``x [N, D] × y [B, D, T] → [N, T]``."""
     (num_rows, depth), width, num_samples = x.shape, y.shape[2], offsets.numel() - 1
-    if width > WIDEST or x.numel() == 0 or width == 0:
-        return jagged_dense_bmm(grad_out, y.mT, offsets), jagged_jagged_bmm(x, grad_out, offsets)
     constants = _dense_constants(
         x.dtype, product_precision(x.dtype), depth, width, devices.launches_overlap(x.device)
     )
@@ -150,9 +153,6 @@ def jagged_jagged_bmm_backward(
 ) -> tuple[Tensor, Tensor]:
     """``dx [N, D]`` and ``dy [N, T]`` of ``x [N, D] × y [N, T] → [B, D, T]``."""
     (num_rows, depth), width, num_samples = x.shape, y.shape[1], offsets.numel() - 1
-    if width > WIDEST or x.numel() == 0 or width == 0:
-        grad_x = jagged_dense_bmm(y, grad_out.mT, offsets)
-        return grad_x, jagged_dense_bmm(x, grad_out, offsets)
     constants = _constants(x.dtype, product_precision(x.dtype), depth, width)
     grad_x, grad_y = x.new_empty(num_rows, depth), x.new_empty(num_rows, width)
     operands = grad_out.contiguous(), x.contiguous(), y.contiguous()
@@ -168,13 +168,13 @@ def jagged_jagged_bmm_backward(
 def _dense_constants(
     dtype: torch.dtype, precision: str, depth: int, width: int, overlap: bool
 ) -> dict:
-    """Compile-time arguments of ``_dense_kernel``; its CHUNK is that of ``_sums_constants``."""
+    """Compile-time arguments of ``_dense_kernel``."""
     constants = _constants(dtype, precision, depth, width)
     return {
         **constants,
         "BLOCK_R": 32,
         "BLOCK_D": min(constants["BLOCK_D"], 64),
-        "CHUNK": max(1024, triton.next_power_of_2(8 * depth * width // (depth + width))),
+        "CHUNK": fewest_rows_of_chunk(depth, width),
         "OVERLAP": overlap,
     }
 
@@ -183,7 +183,7 @@ def _dense_constants(
 def _constants(dtype: torch.dtype, precision: str, depth: int, width: int) -> dict:
     """Compile-time arguments of ``_jagged_kernel``.
 
-    fp32 products have few warps, since each warp decomposes all of the narrow operand.
+    fp32 products use few warps, since each warp decomposes the whole narrow operand.
     """
     half, block_t = dtype.itemsize == 2, padded_width(width)
     return {

@@ -2,8 +2,8 @@
 
     out_b [M, N] = a_b [M, K] · b_b [K, N]                          2·M·N·K FLOPs
 
-If M is jagged, a program has a tile of rows, see ``find_tile``. If M and N are not, K is, and long
-sums are split into chunks. On Hopper, ``hopper_pairs.py`` computes pairs of rows in half precision.
+If M is jagged, a program computes a tile of rows, see ``find_tile``. If only K is jagged, long sums
+are split into chunks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.interaction.kernels import hopper_pairs
-from torchrec_jagged_attn.interaction.plan import VARIANTS, PairProduct
-from torchrec_jagged_attn.runtime import dispatch
 from torchrec_jagged_attn.runtime.kernels.jagged import add_chunks, find_chunk, find_tile
 from torchrec_jagged_attn.runtime.kernels.matmul import (
     load_tile,
@@ -57,14 +54,14 @@ class Offsets(NamedTuple):
     """``[B + 1]`` offsets of samples along each jagged axis, else ``None``."""
 
     m: Any
-    n: Any
-    k: Any
-    pairs: Any  # of pairs of M and N, or of M and K, if both are jagged
+    n: Any = None
+    k: Any = None
+    pairs: Any = None  # of pairs of M and N, or of M and K, if both are jagged
 
 
 @triton.jit
 def _extent(offsets_ptr, sample, SIZE: tl.constexpr):
-    """Begin and size of a sample along an axis; the size is SIZE without offsets."""
+    """Return begin and size of a sample along an axis: SIZE if there are no offsets."""
     if offsets_ptr is None:
         begin = sample * SIZE
         size = SIZE
@@ -76,7 +73,7 @@ def _extent(offsets_ptr, sample, SIZE: tl.constexpr):
 
 @triton.jit
 def _multiply(a_ptr, b_ptr, m_begin, n_begin, num_m, num_n, num_k, C: tl.constexpr):
-    """A tile of a sample's product, in fp32."""
+    """Return a tile of a sample's product, in fp32."""
     acc = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
     if C.AHEAD:
         ahead = load_tile(a_ptr, m_begin, 0, num_m, num_k, C.BLOCK_M, C.BLOCK_K, C.TRANS_A, C.INDEX)
@@ -101,7 +98,7 @@ def _rows_kernel(
     num_samples,
     C: tl.constexpr,  # Constants
 ):
-    """One tile of M, which is jagged, by every TILES_N-th tile of N."""
+    """Compute one tile of the jagged axis M, and every TILES_N-th tile of N."""
     program = tl.program_id(0).to(tl.int64)
     sample, m_begin, m_end, start = find_tile(
         offsets.m, num_samples, program // C.TILES_N, 1, C.BLOCK_M
@@ -139,7 +136,7 @@ def _sums_kernel(
     num_samples,
     C: tl.constexpr,  # Constants
 ):
-    """One tile of M and N over one chunk of a sample's K, the only jagged axis."""
+    """Compute one tile of M and N over one chunk of a sample's K, the only jagged axis."""
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
     TILES: tl.constexpr = (C.M + C.BLOCK_M - 1) // C.BLOCK_M * C.TILES_N
@@ -169,7 +166,7 @@ def _pair_offsets_kernel(
     num_samples,
     BLOCK: tl.constexpr,
 ):
-    """Prefix sums of the number of pairs of each sample, by one program."""
+    """Compute prefix sums of the number of pairs of each sample, in one program."""
     tl.store(out_ptr, tl.zeros([], tl.int64))
     total = tl.zeros([], tl.int64)
     for start in range(0, num_samples, BLOCK):
@@ -184,8 +181,6 @@ def _pair_offsets_kernel(
         total += tl.sum(pairs, 0)
 
 
-PAIR_VARIANTS = VARIANTS["jagged_jagged_bmm_jagged_out"]
-
 _pair_offsets = Launcher(_pair_offsets_kernel)
 _rows = Launcher(_rows_kernel)
 _sums = Launcher(_sums_kernel)
@@ -195,13 +190,13 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """``[N, D] × [B, D, T] → [N, T]``; a transposed ``y`` is not copied."""
     out = x.new_empty(x.shape[0], y.shape[2])
     transposed = not y.is_contiguous() and y.mT.is_contiguous()
-    y = y.mT if transposed else y.contiguous()
-    _launch_rows(x, y, out, offsets, width=out.shape[1], depth=x.shape[1], trans_b=transposed)
+    y = y.mT if transposed else y
+    _launch_rows(x, y, out, Offsets(offsets), trans_b=transposed)
     return out
 
 
 def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
-    """``[B + 1]`` int64: where each sample's pairs begin."""
+    """``[B + 1]`` int64 offsets of the pairs of each sample."""
     out = x_offsets.new_empty(x_offsets.shape, dtype=torch.int64)
     num_samples = out.numel() - 1
     _pair_offsets(
@@ -215,21 +210,9 @@ def pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
 def pair_bmm(
     x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, pair_offsets: Tensor, total: int
 ) -> Tensor:
-    """``[Nx, D], [Ny, D] → [total]``: every row of x times every row of y of its sample."""
+    """``[Nx, D], [Ny, D] → [total]``: products of all pairs of rows of each sample."""
     out = x.new_empty(total)
-    if total == 0:
-        return out
-    call = PairProduct(x, y, x_offsets.numel() - 1)
-    if dispatch.LOG:
-        choice = dispatch.choose(PAIR_VARIANTS, x.device, call)
-        dispatch.log_choice("jagged_jagged_bmm_jagged_out", choice)
-    if PAIR_VARIANTS[0].supports(x.device, call):
-        offsets = (t.contiguous() for t in (x_offsets, y_offsets, pair_offsets))
-        hopper_pairs.pair_bmm(x, y, out, *offsets)
-    else:
-        _launch_rows(
-            x, y, out, x_offsets, y_offsets, None, pair_offsets, depth=x.shape[1], trans_b=True
-        )
+    _launch_rows(x, y, out, Offsets(x_offsets, n=y_offsets, pairs=pair_offsets), trans_b=True)
     return out
 
 
@@ -244,10 +227,8 @@ def array_jagged_bmm(
 ) -> Tensor:
     """``[Σ Lx·Ly], [Ny, D] → [Nx, D]``; if ``transposed``, ``[Nx, D] → [Ny, D]``."""
     out = y.new_empty(num_rows, y.shape[1])
-    m_offsets, k_offsets = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
-    _launch_rows(
-        p, y, out, m_offsets, None, k_offsets, pair_offsets, width=y.shape[1], trans_a=transposed
-    )
+    m, k = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
+    _launch_rows(p, y, out, Offsets(m, k=k, pairs=pair_offsets), trans_a=transposed)
     return out
 
 
@@ -255,32 +236,37 @@ def _launch_rows(
     a: Tensor,
     b: Tensor,
     out: Tensor,
-    m_offsets: Tensor,
-    n_offsets: Tensor | None = None,
-    k_offsets: Tensor | None = None,
-    pair_offsets: Tensor | None = None,
+    offsets: Offsets,
     *,
-    width: int = 0,
-    depth: int = 0,
     trans_a: bool = False,
     trans_b: bool = False,
 ) -> None:
-    """Multiply into ``out``; ``width`` is N and ``depth`` K, 0 if they are jagged."""
+    """Write ``a · b`` to ``out``. If ``a`` or ``out`` has pairs, it is one-dimensional."""
     if out.numel() == 0:
         return
-    num_samples = m_offsets.numel() - 1
-    num_rows = (a if n_offsets is not None else out).shape[0]
+    num_samples = offsets.m.numel() - 1
+    num_rows = (a if out.dim() == 1 else out).shape[0]
     # No tile spans more than 64 rows of a sample.
     narrow = all(64 * n < 2**31 for n in (a.shape[0], b.shape[0], num_rows))
     constants = _rows_constants(
-        a.dtype, product_precision(a.dtype), width, depth, trans_a, trans_b, narrow
+        a.dtype,
+        product_precision(a.dtype),
+        out.shape[1] if out.dim() == 2 else 0,
+        a.shape[1] if a.dim() == 2 else 0,
+        trans_a,
+        trans_b,
+        tl.int32 if narrow else tl.int64,
     )
     num_tiles = num_rows // constants["C"].BLOCK_M + num_samples
-    all_offsets = (m_offsets, n_offsets, k_offsets, pair_offsets)
-    offsets = Offsets(*(None if x is None else x.contiguous() for x in all_offsets))
     _rows(
         (num_tiles * constants["C"].TILES_N,),
-        (a.contiguous(), b.contiguous(), out, offsets, num_samples),
+        (
+            a.contiguous(),
+            b.contiguous(),
+            out,
+            Offsets(*(None if x is None else x.contiguous() for x in offsets)),
+            num_samples,
+        ),
         constants,
     )
 
@@ -316,11 +302,32 @@ def _rows_constants(
     k: int,
     trans_a: bool,
     trans_b: bool,
-    narrow_index: bool,
+    index: tl.dtype,
 ) -> dict[str, Any]:
-    """Constants and launch options of ``_rows_kernel``; ``n`` or ``k`` is 0 if it is jagged."""
-    tiles = _row_tiles(dtype, precision, n, k)
-    options = {name: tiles.pop(name) for name in ("num_warps", "maxnreg") if name in tiles}
+    """Constants and launch options of ``_rows_kernel``; ``n`` or ``k`` is 0 if it is jagged.
+
+    They must not depend on the batch.
+    """
+    size = dtype.itemsize
+    tiles = {"BLOCK_M": 64, "BLOCK_N": min(128, padded_width(n)), "BLOCK_K": 128 // size}
+    options = {"num_warps": 4}
+    if n == 0:  # pairs are written: the next tile is loaded before the last is stored
+        tiles |= {"BLOCK_N": 64, "FLATTEN": True}
+        options["maxnreg"] = 168
+    elif k == 0 and size == 2:  # pairs of two bytes are read, without asynchronous copies
+        tiles |= {"BLOCK_K": 32, "AHEAD": True}
+        options["maxnreg"] = 128
+    elif k == 0:
+        tiles["BLOCK_K"] = 32
+        if precision == "tf32":  # four warps would use wgmma, which needs a transposed copy
+            tiles["BLOCK_M"], options["num_warps"] = 32, 2
+    elif k <= tiles["BLOCK_K"]:  # one step
+        tiles |= {"BLOCK_M": 32, "BLOCK_K": padded_width(k), "NUM_STAGES": 1}
+    elif n <= 8 and precision == "bf16x6":
+        tiles |= {"BLOCK_M": 32, "BLOCK_N": 8}
+        options["num_warps"] = 1
+    elif tiles["BLOCK_N"] <= 32 and precision == "tf32":
+        options["num_warps"] = 2
     constants = Constants(
         N=n,
         K=k,
@@ -328,40 +335,15 @@ def _rows_constants(
         TRANS_B=trans_b,
         PRECISION=precision,
         TILES_N=-(-n // tiles["BLOCK_N"]) or 1,
-        INDEX=tl.int32 if narrow_index else tl.int64,
+        INDEX=index,
         **tiles,
     )
     return {"C": constants, **options}
 
 
-def _row_tiles(dtype: torch.dtype, precision: str, n: int, k: int) -> dict[str, Any]:
-    """Tiles of ``_rows_kernel``, which must not depend on the batch."""
-    size = dtype.itemsize
-    tiles = {"BLOCK_M": 64, "BLOCK_N": min(128, padded_width(n)), "BLOCK_K": 128 // size}
-    tiles["num_warps"] = 4
-    if n == 0:  # pairs are written: the next tile is loaded before the last is stored
-        return tiles | {"BLOCK_N": 64, "FLATTEN": True, "maxnreg": 168}
-    if k == 0:  # pairs are read
-        tiles["BLOCK_K"] = 32
-        if size == 2:  # loads of two bytes, for which there is no asynchronous copy
-            return tiles | {"AHEAD": True, "maxnreg": 128}
-        # Four warps would use wgmma, which needs a transposed copy of TF32 operands.
-        return tiles | ({"BLOCK_M": 32, "num_warps": 2} if precision == "tf32" else {})
-    if k <= tiles["BLOCK_K"]:  # one step
-        return tiles | {"BLOCK_M": 32, "BLOCK_K": padded_width(k), "NUM_STAGES": 1}
-    if n <= 8 and precision == "bf16x6":
-        return tiles | {"BLOCK_M": 32, "BLOCK_N": 8, "num_warps": 1}
-    narrow = tiles["BLOCK_N"] <= 32 and precision == "tf32"
-    return tiles | {"num_warps": 2 if narrow else 4}
-
-
 @functools.cache
 def _sums_constants(precision: str, m: int, n: int, overlap: bool) -> dict[str, Any]:
-    """Constants and launch options of ``_sums_kernel``.
-
-    CHUNK is so large that partial sums take at most a quarter of the memory of 16-bit inputs, and
-    that most samples have a single chunk.
-    """
+    """Constants and launch options of ``_sums_kernel``."""
     block_m, block_n = min(64, padded_width(m)), min(64, padded_width(n))
     num_warps = 2 if precision == "tf32" else 4
     if n <= 8 and precision == "bf16x6":  # fewer instructions than the decomposition takes
@@ -377,7 +359,16 @@ def _sums_constants(precision: str, m: int, n: int, overlap: bool) -> dict[str, 
         BLOCK_N=block_n,
         BLOCK_K=32,
         TILES_N=-(-n // block_n),
-        CHUNK=max(1024, triton.next_power_of_2(8 * m * n // (m + n))),
+        CHUNK=fewest_rows_of_chunk(m, n),
         OVERLAP=overlap,
     )
     return {"C": constants, "num_warps": num_warps}
+
+
+def fewest_rows_of_chunk(m: int, n: int) -> int:
+    """Return the fewest rows of a chunk of a sum of outer products ``[m, n]``.
+
+    Partial sums take at most a quarter of the memory of 16-bit inputs, and most samples have a
+    single chunk.
+    """
+    return max(1024, triton.next_power_of_2(8 * m * n // (m + n)))

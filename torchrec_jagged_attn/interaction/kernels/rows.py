@@ -1,8 +1,7 @@
-"""A sample's rows, plus or times a dense row of that sample; and sums of a sample's rows.
+"""Rows plus or times one dense row per sample, and sums of each sample's rows.
 
-These kernels are memory-bound. With E elements of e bytes each, elementwise kernels read and write
-2·E·e bytes. Sums, which are also the gradient of the dense row, read E·e bytes of x, or 2·E·e of
-x and y.
+The kernels are memory-bound. With E elements of e bytes each, elementwise kernels move 2·E·e bytes.
+Sums, which are also the gradient of the dense row, read E·e bytes of x, or 2·E·e of x and y.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def _elementwise_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One tile of a sample's rows of x, plus or times the sample's row of y."""
+    """Compute one tile of a sample's rows of x, plus or times the sample's row of y."""
     tile = tl.program_id(0).to(tl.int64)
     sample, begin, end, start = find_tile(offsets_ptr, num_samples, tile, 1, BLOCK_N)
     n = begin + start + tl.arange(0, BLOCK_N)
@@ -60,7 +59,7 @@ def _sum_rows_kernel(
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The sum of the rows of x, or of x · y, over one chunk of a sample."""
+    """Sum the rows of x, or of x · y, over one chunk of a sample."""
     work = tl.program_id(0).to(tl.int64)
     busy, sample, begin, end, split = find_chunk(offsets_ptr, num_samples, work, CHUNK)
     if not busy:
@@ -87,7 +86,7 @@ _sum_rows = Launcher(_sum_rows_kernel)
 
 
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor:
-    """``[N, D]``: each row of ``x [N, D]`` plus or times its sample's row of ``y [B, D]``."""
+    """Each row of ``x`` ``[N, D]`` plus or times its sample's row of ``y`` ``[B, D]``."""
     out = x.new_empty(*x.shape)
     if out.numel():
         (num_rows, width), num_samples = x.shape, offsets.numel() - 1
@@ -102,7 +101,7 @@ def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor
 
 
 def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
-    """``[B, D]``: the sum of each sample's rows of ``x [N, D]``, or of ``x · y``."""
+    """The sum ``[B, D]`` of each sample's rows of ``x`` ``[N, D]``, or of ``x · y``."""
     num_samples, (num_rows, width) = offsets.numel() - 1, x.shape
     out = x.new_empty(num_samples, width)
     if out.numel():
@@ -122,10 +121,7 @@ def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
 
 @functools.cache
 def _row_constants(width: int, size: int, **others: int) -> dict:
-    """Compile-time arguments: ``others``, and tiles of about ``size`` elements and 16 rows or more.
-
-    Rows are ``width`` elements wide.
-    """
+    """Compile-time arguments: ``others``, and tiles of about ``size`` elements, 16 rows or more."""
     block_d = min(128, triton.next_power_of_2(width))
     block_n = max(16, min(128, size // block_d))
     return {"D": width, **others, "BLOCK_N": block_n, "BLOCK_D": block_d}

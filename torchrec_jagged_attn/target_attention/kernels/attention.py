@@ -56,7 +56,6 @@ from torchrec_jagged_attn.target_attention.kernels import (
 )
 from torchrec_jagged_attn.target_attention.kernels.records import (
     Gradients,
-    Listing,
     Outputs,
     Samples,
     SplitList,
@@ -90,25 +89,8 @@ _warpgroup_forward = Launcher(warpgroup_forward.forward_kernel)
 _warpgroup_backward = Launcher(warpgroup_backward.backward_kernel)
 
 
-def listing_of(args: TargetArguments, backward: bool) -> Listing | None:
-    """The list of splits of the call of ``args``, to be built by the kernel before it.
-
-    ``None`` if it needs no list, or builds it itself.
-    """
-    history = args.history
-    if not args.query.numel() or _unit_stride(history) is not history:
-        return None
-    plan = plan_of(_call_of(args, history, backward, splits_given=True))
-    num_splits = args.num_rows // plan.split
-    if not plan.listed or not num_splits:
-        return None
-    splits = args.offsets.new_empty(2, num_splits, dtype=torch.int32)
-    split_list = SplitList(splits, args.offsets.contiguous())
-    return Listing(split_list, args.offsets.shape[0] - 1, num_splits, plan.chunk)
-
-
-def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutputs:
-    """Attend. ``listing``, of :func:`listing_of`, has been built by the kernel of the queries."""
+def forward(args: TargetArguments) -> TargetOutputs:
+    """Attend."""
     outputs = new_outputs(args)
     out, residual, stats = outputs
     if out.numel() == 0:
@@ -117,7 +99,7 @@ def forward(args: TargetArguments, listing: Listing | None = None) -> TargetOutp
         for x in outputs:
             x.zero_()
         return outputs
-    launch = _Launch(args, listing, backward=False)
+    launch = _Launch(args, backward=False)
     plan, num_splits = launch.plan, launch.num_splits
     if dispatch.LOG:
         dispatch.log_choice("jagged_target_attention forward", plan.choice)
@@ -155,16 +137,15 @@ def backward(
     outputs: TargetOutputs,
     needs_bias: bool = True,
     needs_history: bool = True,
-    listing: Listing | None = None,
     grad_lse: Tensor | None = None,
 ) -> TargetGradients:
     """Gradients; that of ``bias`` if ``needs_bias``, with prior weights of their logarithms.
 
     That of the history is ``None`` for packed codes, and with gather indices unless
     ``needs_history``. ``grad_lse`` is that of log-sum-exps, ignored for queries without a visible
-    row. ``listing`` has been built by the kernel of ``grad_out``.
+    row.
     """
-    launch = _Launch(args, listing, backward=True)
+    launch = _Launch(args, backward=True)
     plan, num_programs = launch.plan, launch.num_splits + launch.num_samples
     call = plan.call
     bias, position_bias, age_bias, *_ = args.biases
@@ -329,12 +310,11 @@ class _Launch:
         num_blocks: of all query rows, at most.
     """
 
-    def __init__(self, args: TargetArguments, listing: Listing | None, backward: bool) -> None:
+    def __init__(self, args: TargetArguments, backward: bool) -> None:
         query, offsets, query_offsets = args.query, args.offsets, args.query_offsets
         history = _unit_stride(args.history)
-        call = _call_of(args, history, backward, splits_given=listing is not None)
+        call = _call_of(args, history, backward)
         plan = self.plan = plan_of(call)
-        self.listing = listing
         self.num_samples = offsets.shape[0] - 1
         self.num_history_rows = args.num_rows
         self.num_splits = args.num_rows // plan.split
@@ -356,13 +336,11 @@ class _Launch:
     def samples(self) -> Samples:
         """Offsets, indices and the list of splits, for the main kernel.
 
-        If the variant needs a list of splits and none is given, this launches the kernel that
-        builds it. The main kernel must be the next launch, since it overlaps with this one.
+        If the variant needs a list of splits, this launches the kernel that builds it. The main
+        kernel must be the next launch, since it overlaps with this one.
         """
         splits = None
-        if self.listing is not None:
-            splits = self.listing.split_list.splits
-        elif self.plan.listed:
+        if self.plan.listed:
             splits = self.offsets.new_empty(2, self.num_splits, dtype=torch.int32)
             if self.num_splits:
                 _list_splits(
@@ -373,7 +351,7 @@ class _Launch:
         return Samples(splits, self.offsets, self.query_offsets, self.indices)
 
 
-def _call_of(args: TargetArguments, history: Tensor, backward: bool, splits_given: bool) -> Call:
+def _call_of(args: TargetArguments, history: Tensor, backward: bool) -> Call:
     """The :class:`Call` of ``args``, with ``history`` as kernels read it."""
     bias, position_bias, age_bias, _, _, dropout = args.biases
     if args.query_offsets is not None:
@@ -399,7 +377,6 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool, splits_give
         addressable=history.shape[0] <= END.value,
         precision=product_precision(args.query.dtype),
         score=args.score,
-        splits_given=splits_given,
         by_index=args.indices is not None,
         num_levels=args.num_levels,
     )

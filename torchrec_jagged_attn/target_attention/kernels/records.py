@@ -33,7 +33,6 @@ class Constants(NamedTuple):
         None  # of bf16 that a number is multiplied in, see ``warp_common.decompose``
     )
     OVERLAP: bool = False  # whether launches overlap
-    WAIT: bool = False  # whether all programs wait for the last kernel, not only those of splits
     SINGLE_PASS: bool = False  # whether one pass computes all gradients of samples of one block
     ONE_TARGET: bool = False  # whether samples have one target each, and one block of query rows
     BLOCK_H: int | None = None  # heads of a tile of a table's gradients
@@ -42,19 +41,10 @@ class Constants(NamedTuple):
 
 
 class SplitList(NamedTuple):
-    """The list of splits that ``schedule.list_splits`` writes, and offsets."""
+    """The list of splits that ``schedule.list_splits_kernel`` writes, and offsets."""
 
     splits: Any  # [2, splits] int32: the sample of each split, or -1; counters, zeros
     offsets: Any  # [B + 1], of history rows
-
-
-class Listing(NamedTuple):
-    """Arguments of ``schedule.list_splits``, for the kernel that it is fused into."""
-
-    split_list: SplitList
-    num_samples: int
-    num_splits: int
-    chunk: int
 
 
 class Samples(NamedTuple):

@@ -171,15 +171,23 @@ def store_queries(ptr, value, first, r, count, d, D: tl.constexpr):
     tl.store(ptr + (first + r)[:, None] * D + d[None, :], value, mask=mask)
 
 
-@triton.jit
-def list_splits(
-    split_list, program, num_samples, num_splits, CHUNK: tl.constexpr, BLOCK_B: tl.constexpr
+@triton.jit(do_not_specialize=["num_samples", "num_splits"])
+def list_splits_kernel(
+    split_list,
+    num_samples,
+    num_splits,
+    CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """List the splits of BLOCK_B samples, for ``warp_common.find_listed_chunk``.
 
     A sample of CHUNK rows or more has chunks of up to 2 · CHUNK rows. Their splits are those from
     ``offsets[b] // CHUNK`` on.
     """
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
     behind = (tl.load(split_list.offsets + num_samples) // CHUNK).to(tl.int32)
     sample = program.to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask = sample < num_samples
@@ -200,18 +208,3 @@ def list_splits(
     for start in range(behind + program * BLOCK, num_splits, tl.cdiv(num_samples, BLOCK_B) * BLOCK):
         split = start + tl.arange(0, BLOCK)
         tl.store(split_list.splits + split, -1, mask=split < num_splits)
-
-
-@triton.jit(do_not_specialize=["num_samples", "num_splits"])
-def list_splits_kernel(
-    split_list,
-    num_samples,
-    num_splits,
-    CHUNK: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """:func:`list_splits` of all samples."""
-    if OVERLAP:
-        cuda.gdc_launch_dependents()
-    list_splits(split_list, tl.program_id(0), num_samples, num_splits, CHUNK, BLOCK_B)

@@ -216,8 +216,7 @@ def find_listed_chunk(
     """The :class:`Chunk` of this program, a listed split or a sample of fewer than CHUNK rows.
 
     The order of programs: the first FIRST samples, which the GPU runs while the previous kernel
-    lists splits (unless they WAIT, since that kernel also computes the queries); then splits, so
-    that no long chunk starts late; then the other samples.
+    lists splits; then splits, so that no long chunk starts late; then the other samples.
     """
     program = gl.program_id(0)
     before = gl.minimum(num_samples, FIRST)
@@ -225,7 +224,7 @@ def find_listed_chunk(
     is_split = (split >= 0) & (split < num_splits)
     listed = gl.where(split < 0, program, program - num_splits)
     if C.OVERLAP:
-        if C.WAIT or is_split | (num_splits == 0):
+        if is_split | (num_splits == 0):
             wait_for_last_kernel()
     if is_split:
         listed = gl.load(samples.splits + split)

@@ -1,5 +1,6 @@
-"""Rows of highest scores against PyTorch's sort of each sample, on every device and path."""
+"""Rows with the highest scores against PyTorch's sort of each sample, on every device."""
 
+import contextlib
 import math
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.cases import jagged_lengths, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, sync_debug_mode
 from torchrec_jagged_attn.devices import supported_dtypes
-from torchrec_jagged_attn.selection import api as selection
-from torchrec_jagged_attn.selection.api import select_rows, take_rows
+from torchrec_jagged_attn.events import rows, select_events
 
 CPU = torch.device("cpu")
 LENGTHS = {
@@ -24,6 +26,7 @@ LENGTHS = {
     "no sample": torch.tensor([], dtype=torch.int64),
 }
 MANY_SAMPLES = torch.ones(70_000, dtype=torch.int64)
+OFFSETS = torch.tensor([0, 2, 5])
 
 
 def draw_scores(num_rows, device=CPU, dtype=torch.float32, *, ties=True, seed=0):
@@ -61,13 +64,17 @@ def expected_rows(offsets, scores, keep, threshold=None, segments=None):
     return rows, torch.tensor([len(x) for x in kept], dtype=torch.int64)
 
 
+def select_rows(offsets, scores=None, *, num_rows=None, **options):
+    """Row numbers that are kept, as a history."""
+    num_rows = num_rows if scores is None else len(scores)
+    numbers = torch.arange(num_rows, device=offsets.device)
+    return select_events(JaggedTensor(numbers, offsets=offsets), scores, **options)
+
+
 def assert_selected(selected, rows, counts):
-    assert torch.equal(selected.rows.cpu(), rows)
-    assert torch.equal(selected.offsets.diff().cpu().long(), counts)
-    assert int(selected.offsets[0]) == 0
-    inverse = torch.full(selected.inverse_indices.shape, -1)
-    inverse[rows] = torch.arange(len(rows))
-    assert torch.equal(selected.inverse_indices.cpu(), inverse)
+    assert torch.equal(selected.values().cpu(), rows)
+    assert torch.equal(selected.offsets().diff().cpu().long(), counts)
+    assert int(selected.offsets()[0]) == 0
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,8 @@ def test_highest_scores(lengths, dtype, keep, threshold, ties, device):
         pytest.skip(f"{dtype} is not computed on {device}")
     offsets = offsets_of(LENGTHS[lengths], torch.int64, device)
     scores = draw_scores(int(LENGTHS[lengths].sum()), device, dtype, ties=ties)
+    if keep is None and threshold is None:
+        threshold = -torch.inf
     selected = select_rows(offsets, scores, keep=keep, threshold=threshold)
     limits = [[keep]] * len(LENGTHS[lengths])
     assert_selected(selected, *expected_rows(offsets, scores.cpu().double(), limits, threshold))
@@ -109,7 +118,7 @@ def test_segments_have_budgets(scored, budgets, index_dtype, device):
     selected = select_rows(
         offsets, scores, keep=keep, segments=segments.to(device, index_dtype), num_rows=num_rows
     )
-    assert selected.offsets.dtype == index_dtype
+    assert selected.offsets().dtype == index_dtype
     values = torch.zeros(num_rows) if scores is None else scores.cpu()
     assert_selected(selected, *expected_rows(offsets, values, limits, None, segments))
 
@@ -148,8 +157,8 @@ def test_any_lengths(lengths, keep, seed):
 @pytest.mark.reference
 def test_scores_that_only_fp64_tells_apart():
     scores = torch.tensor([1 + 2**-40, 1, 1 + 2**-41], dtype=torch.float64)
-    assert select_rows(torch.tensor([0, 3]), scores, keep=2).rows.tolist() == [0, 2]
-    assert select_rows(torch.tensor([0, 3]), scores, threshold=1 + 2**-40).rows.tolist() == [0]
+    assert select_rows(torch.tensor([0, 3]), scores, keep=2).values().tolist() == [0, 2]
+    assert select_rows(torch.tensor([0, 3]), scores, threshold=1 + 2**-40).values().tolist() == [0]
 
 
 @pytest.mark.gpu
@@ -157,40 +166,37 @@ def test_more_samples_than_a_grid_has_rows():
     offsets = offsets_of(MANY_SAMPLES, torch.int64, "cuda")
     scores = draw_scores(len(MANY_SAMPLES), torch.device("cuda"))
     selected = select_rows(offsets, scores, keep=1)
-    assert torch.equal(selected.rows, (~scores.isnan()).nonzero().flatten())
+    assert torch.equal(selected.values(), (~scores.isnan()).nonzero().flatten())
 
 
 @pytest.mark.parametrize("capacity", [30, 300])
-def test_room_for_more(capacity, device):
-    """Indices of -1 have rows of zeros, whose gradient no row receives."""
+def test_capacity(capacity, device):
+    """Values after the last event are zeros, whose gradient no event receives."""
     lengths = LENGTHS["edges"]
     offsets = offsets_of(lengths, torch.int64, device)
     scores = draw_scores(int(lengths.sum()), device)
-    kept = select_rows(offsets, scores, keep=2)
-    count = kept.rows.numel()
-    selected = select_rows(offsets, scores, keep=2, capacity=capacity)
-    assert torch.equal(selected.offsets, kept.offsets)
-    assert torch.equal(selected.rows[:count], kept.rows)
-    assert (selected.rows[count:] == -1).all()
+    kept = select_rows(offsets, scores, keep=2).values()
     x = torch.randn(len(scores), 3, device=device, requires_grad=True)
-    out = take_rows(x, selected)
-    assert torch.equal(out[:count], x[kept.rows])
-    assert not out[count:].any()
+    selected = select_events(JaggedTensor(x, offsets=offsets), scores, keep=2, capacity=capacity)
+    assert torch.equal(selected.offsets(), select_rows(offsets, scores, keep=2).offsets())
+    out = selected.values()
+    assert out.shape == (capacity, 3)
+    assert torch.equal(out[: len(kept)], x[kept])
+    assert not out[len(kept) :].any()
     grad = torch.randn_like(out)
-    grad[count:] = torch.nan
+    grad[len(kept) :] = torch.nan
     out.backward(grad)
-    expected = torch.zeros_like(x).index_put_((kept.rows,), grad[:count])
+    expected = torch.zeros_like(x).index_put_((kept,), grad[: len(kept)])
     assert torch.equal(x.grad, expected)
 
 
 @pytest.mark.gpu
-def test_rows_beyond_the_room_are_lost():
+def test_rows_beyond_the_capacity_are_dropped():
     offsets = torch.tensor([0, 3, 6], device="cuda")
     scores = torch.arange(6.0, device="cuda")
     selected = select_rows(offsets, scores, keep=2, capacity=3)
-    assert selected.rows.tolist() == [1, 2, 4]
-    assert selected.offsets.tolist() == [0, 2, 3]
-    assert selected.inverse_indices.tolist() == [-1, 0, 1, -1, 2, -1]
+    assert selected.values().tolist() == [1, 2, 4]
+    assert selected.offsets().tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -206,22 +212,32 @@ def test_rows_beyond_the_room_are_lost():
     ],
     ids=str,
 )
-def test_rows_of_any_shape(shape, dtype, device):
+@pytest.mark.parametrize("capacity", [None, 300])
+def test_rows_of_any_shape(shape, dtype, capacity, device):
     offsets = offsets_of(LENGTHS["edges"], torch.int64, device)
     num_rows = int(offsets[-1])
     x = (torch.randn(num_rows, *shape) * 50).to(device, dtype)
-    selected = select_rows(offsets, draw_scores(num_rows, device), keep=5)
-    assert torch.equal(take_rows(x, selected), x[selected.rows])
-    strided = x.repeat_interleave(2, 0)[::2]
-    assert torch.equal(take_rows(strided, selected), x[selected.rows])
+    scores = draw_scores(num_rows, device)
+    kept = select_rows(offsets, scores, keep=5).values()
+    for values in (x, x.repeat_interleave(2, 0)[::2]):
+        history = JaggedTensor(values, offsets=offsets)
+        selected = select_events(history, scores, keep=5, capacity=capacity).values()
+        assert selected.dtype == dtype
+        assert torch.equal(selected[: len(kept)], x[kept])
+        assert not selected[len(kept) :].any()
 
 
 @pytest.mark.parametrize("lengths", ["all empty", "no sample"])
-def test_nothing_to_take(lengths, device):
+@pytest.mark.parametrize("capacity", [None, 2])
+@pytest.mark.parametrize("scored", [False, True])
+def test_no_rows(lengths, capacity, scored, device):
     offsets = offsets_of(LENGTHS[lengths], torch.int64, device)
     x = torch.zeros(0, 4, device=device, requires_grad=True)
-    out = take_rows(x, select_rows(offsets, num_rows=0, keep=3))
-    assert out.shape == (0, 4)
+    scores = torch.zeros(0, device=device) if scored else None
+    history = JaggedTensor(x, offsets=offsets)
+    out = select_events(history, scores, keep=3, capacity=capacity).values()
+    assert out.shape == (capacity or 0, 4)
+    assert not out.any()
     out.sum().backward()
     assert x.grad.shape == (0, 4)
 
@@ -230,33 +246,41 @@ def test_a_sample_does_not_depend_on_others(device):
     lengths = LENGTHS["many rows"]
     offsets = offsets_of(lengths, torch.int64, device)
     scores = draw_scores(int(lengths.sum()), device)
-    whole = select_rows(offsets, scores, keep=40)
-    for begin, end, first, last in zip(
-        offsets[:-1], offsets[1:], whole.offsets[:-1], whole.offsets[1:], strict=True
-    ):
+    together = select_rows(offsets, scores, keep=40)
+    splits = together.values().split(together.lengths().tolist())
+    for begin, end, expected in zip(offsets[:-1], offsets[1:], splits, strict=True):
         alone = select_rows(offsets[:2] * 0 + (end - begin) * offsets.new_tensor([0, 1]),
                             scores[begin:end], keep=40)  # fmt: skip
-        assert torch.equal(alone.rows + begin, whole.rows[first:last])
+        assert torch.equal(alone.values() + begin, expected)
 
 
-def test_scores_in_strides(device):
+def test_scores_with_strides(device):
     offsets = offsets_of(LENGTHS["edges"], torch.int64, device)
     scores = draw_scores(2 * int(offsets[-1]), device)
-    expected = select_rows(offsets, scores[::2].contiguous(), keep=3)
-    assert torch.equal(select_rows(offsets, scores[::2], keep=3).rows, expected.rows)
+    expected = select_rows(offsets, scores[::2].contiguous(), keep=3).values()
+    assert torch.equal(select_rows(offsets, scores[::2], keep=3).values(), expected)
+
+
+def test_scores_have_no_gradient(device):
+    scores = torch.rand(5, device=device, requires_grad=True)
+    x = torch.rand(5, 2, device=device)
+    history = JaggedTensor(x, offsets=OFFSETS.to(device))
+    assert not select_events(history, scores, keep=1).values().requires_grad
 
 
 @pytest.mark.gpu
-def test_never_waits_where_there_is_room():
+def test_never_waits_with_a_capacity():
     offsets = offsets_of(LENGTHS["many rows"], torch.int64, "cuda")
     scores = draw_scores(int(offsets[-1]), torch.device("cuda"))
     segments = torch.zeros_like(scores, dtype=torch.int64)
     x = torch.randn(len(scores), 8, device="cuda", requires_grad=True)
 
     def call():
+        history = JaggedTensor(x, offsets=offsets)
         for options in ({"keep": 9}, {"keep": [3, 4], "segments": segments}, {"threshold": 0.5}):
-            selected = select_rows(offsets, scores, capacity=len(scores), **options)
-            take_rows(x, selected).sum().backward()
+            selected = select_events(history, scores, capacity=len(scores), **options)
+            selected.values().sum().backward()
+        select_events(history, keep=9, capacity=len(scores)).values().sum().backward()
 
     call()
     with sync_debug_mode("error"):
@@ -264,19 +288,21 @@ def test_never_waits_where_there_is_room():
 
 
 @pytest.mark.reference  # traced alike with any kernels
-def test_compiled_once_for_changing_lengths(device):
+@pytest.mark.parametrize("scored", [False, True])
+def test_compiled_once_for_changing_lengths(scored, device):
     torch.compiler.reset()
     counter = CompileCounter()
 
     def call(x, offsets, scores, keep):
-        selected = select_rows(offsets, scores, keep=keep, capacity=50)
-        return take_rows(x, selected), selected.offsets
+        history = JaggedTensor(x, lengths=offsets.diff(), offsets=offsets)
+        selected = select_events(history, scores, keep=keep, capacity=50)
+        return selected.values(), selected.offsets()
 
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
     for lengths in ([30, 2, 0, 17], [5, 9, 8], [11, 12, 0, 1, 40, 3]):
         offsets = offsets_of(torch.tensor(lengths), torch.int64, device)
-        scores = draw_scores(sum(lengths), device)
-        x = torch.randn(len(scores), 3, device=device)
+        scores = draw_scores(sum(lengths), device) if scored else None
+        x = torch.randn(sum(lengths), 3, device=device)
         for actual, expected in zip(
             compiled(x, offsets, scores, 6), call(x, offsets, scores, 6), strict=True
         ):
@@ -285,79 +311,87 @@ def test_compiled_once_for_changing_lengths(device):
 
 
 @pytest.mark.parametrize("segmented", [False, True])
-def test_ops_are_registered_as_they_behave(segmented, device):
+def test_op_is_registered_as_it_behaves(segmented, device):
     offsets = offsets_of(torch.tensor([5, 0, 3]), torch.int64, device)
     scores = draw_scores(8, device)
     segments = torch.zeros(8, dtype=torch.int64, device=device) if segmented else None
-    keep = torch.full((3, 2), 2, device=device) if segmented else None
-    given = (offsets, scores, segments, keep, 8, 5, 2 if segmented else 1, 2, -torch.inf)
-    opcheck(selection.selected_rows, given)
-    *index, _ = selection.selected_rows(*given)
-    x = torch.randn(8, 3, device=device, requires_grad=True)
-    opcheck(selection.copy_rows, (x, *index))
-    grad_out = torch.randn(5, 3, device=device)
-    backward = torch.ops.torchrec_jagged_attn.copy_rows_backward.default
-    opcheck(backward, (grad_out, [True, False, False], None, *index, None))
+    keep = torch.full((3, 2 if segmented else 1), 2, device=device)
+    opcheck(rows.highest_rows, (offsets, scores, segments, keep, -torch.inf))
 
 
-OFFSETS = torch.tensor([0, 2, 5])
+@pytest.mark.reference  # alike with any kernels
+@pytest.mark.parametrize("on", ["meta", "fake"])
+def test_tensors_without_values(on):
+    """Have the shapes of tensors with values if a capacity is given."""
+    mode = FakeTensorMode() if on == "fake" else contextlib.nullcontext()
+    with mode:
+        made = {"device": "meta" if on == "meta" else "cpu"}
+        offsets = torch.zeros(4, dtype=torch.int64, **made)
+        x = torch.zeros(9, 3, requires_grad=True, **made)
+        history = JaggedTensor(x, lengths=offsets[1:], offsets=offsets)
+        for scores in (None, x[:, 0]):
+            selected = select_events(history, scores, keep=2, capacity=6)
+            assert selected.values().shape == (6, 3)
+            assert selected.offsets().shape == (4,)
+            selected.values().sum().backward()
+            assert x.grad.shape == (9, 3)
+            with pytest.raises(ValueError, match="capacity must be given for tensors without"):
+                select_events(history, scores, keep=2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"scores": torch.zeros(5).long()}, TypeError, "scores must be one of"),
-        ({"scores": torch.zeros(5, 1)}, ValueError, r"scores must have shape \[N\]"),
-        ({"scores": torch.zeros(4)}, ValueError, "offsets must end at the 4 rows"),
-        ({}, ValueError, "num_rows must be given without scores and segments, got None"),
-        ({"num_rows": 5, "threshold": 0.5}, ValueError, "threshold must be None without scores"),
-        ({"num_rows": 5, "keep": -1}, ValueError, "keep must be at least 0, got -1"),
-        ({"num_rows": 5, "keep": 2**63}, ValueError, r"keep must be less than 2\*\*63, got 922"),
+        ({"scores": torch.zeros(5).long(), "keep": 1}, TypeError, "scores must be one of"),
+        ({"scores": torch.zeros(5, 1), "keep": 1}, ValueError, r"scores must have shape \[N\]"),
         (
-            {"num_rows": 5, "keep": torch.tensor([1, -1])},
+            {"scores": torch.zeros(4), "keep": 1},
+            ValueError,
+            r"scores must have shape \[N\] = \[5\]",
+        ),
+        ({"threshold": 0.5}, ValueError, "threshold must be None without scores"),
+        ({"keep": -1}, ValueError, "keep must be at least 0, got -1"),
+        ({"keep": 2**63}, ValueError, r"keep must be less than 2\*\*63, got 922"),
+        (
+            {"keep": torch.tensor([1, -1])},
             ValueError,
             "keep must be at least 0, got -1",
         ),
-        ({"num_rows": "5", "keep": 1}, TypeError, "num_rows must be an int or None, got '5'"),
         (
             {"scores": torch.zeros(5), "threshold": "a"},
             TypeError,
             "threshold must be a number or N",
         ),
         ({"scores": torch.zeros(5), "threshold": math.nan}, ValueError, "or None, got nan"),
-        ({"num_rows": 5, "keep": 2.0}, TypeError, r"keep must be an int or \[B\] integers, got 2"),
-        ({"num_rows": 5, "keep": [2]}, TypeError, r"keep must be an int or \[B\] integers, got \["),
-        ({"num_rows": 5, "keep": torch.ones(2)}, TypeError, "keep must be int32 or int64, got"),
-        ({"num_rows": 5, "keep": torch.tensor([1])}, ValueError, r"keep must have shape \[B\]"),
-        ({"segments": torch.zeros(5)}, TypeError, "segments must be int32 or int64, got"),
-        ({"segments": torch.zeros(5).long()}, TypeError, "a number for each segment, got None"),
+        ({"keep": 2.0}, TypeError, r"keep must be an int or \[B\] integers, got 2"),
+        ({"keep": [2]}, TypeError, r"keep must be an int or \[B\] integers, got \["),
+        ({"keep": torch.ones(2)}, TypeError, "keep must be int32 or int64, got"),
+        ({"keep": torch.tensor([1])}, ValueError, r"keep must have shape \[B\]"),
+        (
+            {"segments": torch.zeros(5), "keep": [1]},
+            TypeError,
+            "segments must be int32 or int64, got",
+        ),
+        (
+            {"segments": torch.zeros(5).long(), "scores": torch.zeros(5), "threshold": 0.5},
+            TypeError,
+            "a number for each segment, got None",
+        ),
         ({"segments": torch.zeros(5).long(), "keep": [1, True]}, TypeError, "keep must be ints"),
         (
             {"segments": torch.zeros(5).long(), "keep": torch.ones(2).long()},
             ValueError,
             r"keep must have shape \[B, S\]",
         ),
-        ({"num_rows": 5, "capacity": -3}, ValueError, "capacity must be at least 0, or None, got"),
+        ({"keep": 1, "capacity": -3}, ValueError, "capacity must be at least 0, or None, got"),
         (
-            {"num_rows": 5, "keep": 2, "capacity": 3},
+            {"keep": 2, "capacity": 3},
             ValueError,
             "capacity must be at least the 4 rows that are kept, got 3",
         ),
     ],
 )
 def test_wrong_arguments_are_named(arguments, error, message):
+    history = JaggedTensor(torch.zeros(5), offsets=OFFSETS)
     with pytest.raises(error, match=message):
-        select_rows(OFFSETS, **arguments)
-
-
-def test_rows_must_be_those_selected():
-    selected = select_rows(OFFSETS, num_rows=5, keep=1)
-    with pytest.raises(ValueError, match=r"x must have shape \[N, …\] with N = 5, got \[4, 2\]"):
-        take_rows(torch.zeros(4, 2), selected)
-    with pytest.raises(TypeError, match="x must be a tensor, got a list"):
-        take_rows([1], selected)
-    for dtype in (torch.float8_e4m3fn, torch.complex64):
-        with pytest.raises(TypeError, match="x must be bool, integers, or floating point of 16"):
-            take_rows(torch.zeros(5).to(dtype), selected)
-    with pytest.raises(TypeError, match="selected must be SelectedRows, got a Tensor"):
-        take_rows(torch.zeros(5), selected.rows)
+        select_events(history, **arguments)

@@ -1,1 +1,0 @@
-"""Rows of the highest scores, and copies of rows."""
