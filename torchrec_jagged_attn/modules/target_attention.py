@@ -543,8 +543,8 @@ def _attend_to_rows(
             by_sample = absorbed.view(shape[0], num_targets, absorbed.shape[1], absorbed.shape[2])
         pooled = _target_attention(
             by_sample, rows, offsets, target_offsets, indices, biases.bias, biases.position_bias,
-            biases.age_bias, biases.timestamps, biases.request_time, biases.dropout,
-            None, None, (q.shape[1] // options.num_heads) ** -0.5, options.score,
+            biases.age_bias, biases.timestamps, biases.request_time, biases.dropout, None, None,
+            (q.shape[1] // options.num_heads) ** -0.5, options.score,
             options.num_levels, torch.is_grad_enabled(),
         )[0]  # fmt: skip
         values = project_values(pooled.view(absorbed.shape).to(dtype), projections.value)
