@@ -1,4 +1,4 @@
-"""Sums over the ranks of a process group, for what is fitted to the data of all of them."""
+"""Reductions over the ranks of a process group, for models fitted to the data of all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of ``group``, or of the default process group; without one, a single rank.
+    """The ranks of ``group``, by default of the default process group; without one, a single rank.
 
-    All methods but properties are collective: every rank calls them, with equal shapes. They return
-    the same bits on every rank, on the device of ``x``.
+    Methods are collectives: every rank must call them with equal shapes. They return the same bits
+    on every rank, on the device of ``x``.
     """
 
     group: dist.ProcessGroup | None = None
@@ -27,7 +27,7 @@ class Ranks:
         return max(dist.get_world_size(self.group), 1)  # -1 on a rank that is not in the group
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' ``x``."""
+        """Return the sum of ``x`` over ranks."""
         if self.size == 1:
             return x
         device = x.device
@@ -38,13 +38,13 @@ class Ranks:
         return total.to(x.device)
 
     def first(self, x: Tensor) -> Tensor:
-        """The ``x`` of the first rank."""
+        """Return ``x`` of the first rank."""
         if self.size == 1:
             return x
         return self.sum(x if dist.get_rank(self.group) == 0 else torch.zeros_like(x))
 
     def all(self, x: Tensor) -> Tensor:
-        """``[ranks, …]``: the ``x`` of each."""
-        of_ranks = x.new_zeros(self.size, *x.shape)
-        of_ranks[dist.get_rank(self.group) if self.size > 1 else 0] = x
-        return self.sum(of_ranks)
+        """Return ``x`` of all ranks, ``[ranks, …]``."""
+        gathered = x.new_zeros(self.size, *x.shape)
+        gathered[dist.get_rank(self.group) if self.size > 1 else 0] = x
+        return self.sum(gathered)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -260,7 +260,7 @@ def test_tables_keep_every_field_they_share():
         [full], [TargetAttentionConfig("item", "hist")]
     )
     (config,) = collection.embedding_collections["8"].embedding_configs()
-    for field in dataclasses.fields(config):
+    for field in dataclasses.fields(EmbeddingConfig):
         assert getattr(config, field.name) == getattr(full, field.name), field.name
     (weight,) = embedding_parameters(collection)
     assert weight.dtype == torch.float16

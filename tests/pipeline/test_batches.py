@@ -29,7 +29,11 @@ from tests.pipeline.training import (
     train,
 )
 from tests.torchrec.two_ranks import make_model
-from torchrec_jagged_attn.collection.padding import PaddedFeatures, PaddedValuesError, Segments
+from torchrec_jagged_attn.collection.sharding.padding import (
+    PaddedFeatures,
+    PaddedValuesError,
+    Segments,
+)
 from torchrec_jagged_attn.pipeline.batches import (
     StepInputs,
     clone_tensors,

@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.combinations import each_pair
 from tests.torchrec.two_ranks import batches, make_sharded_model, run_ranks
-from torchrec_jagged_attn.collection import lookup_bags
+from torchrec_jagged_attn.collection.sharding import torchrec_fixes
 
 LENGTHS = {
     "one key": [[5, 0, 3, 1]],
@@ -34,7 +34,7 @@ def test_ids_of_each_key_are_spread_evenly(name, dtype, weighted, device):
         weights=ids + 0.5 if weighted else None,
         lengths=torch.tensor(lengths, dtype=dtype, device=device).flatten(),
     )
-    split = lookup_bags.split_bags(features)
+    split = torchrec_fixes.split_bags(features)
     assert split.keys() == features.keys()
     assert torch.equal(split.values(), ids)
     assert split.weights_or_none() is features.weights_or_none()
@@ -47,7 +47,7 @@ def test_ids_of_each_key_are_spread_evenly(name, dtype, weighted, device):
 def longest_bags(device):
     """The longest bag of all batches, before and after it is split."""
     longest = [0, 0]
-    split = lookup_bags.split_bags
+    split = torchrec_fixes.split_bags
 
     def spy(features):
         out = split(features)
@@ -55,7 +55,7 @@ def longest_bags(device):
             longest[at] = max(longest[at], *x.lengths().tolist(), 0)
         return out
 
-    lookup_bags.split_bags = spy
+    torchrec_fixes.split_bags = spy
     model = make_sharded_model(device)
     for batch in batches(device):
         model(batch)

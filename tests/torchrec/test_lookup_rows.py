@@ -34,7 +34,7 @@ from tests.torchrec.two_ranks import (
     train_on,
 )
 from torchrec_jagged_attn import EncoderConfig
-from torchrec_jagged_attn.collection.lookup_rows import take_rows
+from torchrec_jagged_attn.collection.sharding.lookup_rows import take_rows
 
 
 @pytest.mark.parametrize("order", [None, [2, 0, 1]])

@@ -25,9 +25,9 @@ from tests.torchrec.two_ranks import (
     run_ranks,
 )
 from torchrec_jagged_attn import EncoderConfig
-from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
-from torchrec_jagged_attn.collection.looked_up import LookedUp, block_sizes
-from torchrec_jagged_attn.collection.padding import Segments
+from torchrec_jagged_attn.collection.sharding.looked_up import LookedUp, block_sizes
+from torchrec_jagged_attn.collection.sharding.padding import Segments
+from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
 MHA = {"init": "mha", "side_by_side": False}

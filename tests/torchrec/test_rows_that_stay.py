@@ -1,7 +1,7 @@
 """Rows of histories that stay with their shard: training equals that of one process."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,8 +48,8 @@ from torchrec_jagged_attn import (
     JaggedTargetAttention,
 )
 from torchrec_jagged_attn.collection import pooling
-from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
-from torchrec_jagged_attn.collection.id_exchange import _Ids, _Sizes
+from torchrec_jagged_attn.collection.sharding.id_exchange import CachedAwaitable
+from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, _Transfer, start_exchange
 
 CPU = torch.device("cpu")
@@ -286,9 +286,8 @@ def count_by_rank(device: torch.device) -> tuple[list[int], list[list[int]]]:
 
     with mock.patch.object(_Transfer, "start", count):
         model(of_length(4)).values().sum().backward()
-    (owners,) = (
-        of.owners for of in model.module.embedding_collections["8"]._exchange.features if of.stays
-    )
+    features = model.module.embedding_collections["8"]._exchange.features
+    (owners,) = (feature.owners for feature in features if feature.is_local)
     return owners, counts
 
 
@@ -460,9 +459,9 @@ def refuse(device: torch.device) -> None:
     with pytest.raises(NotImplementedError, match="history must have its rows on this rank, got o"):
         model.pooling.attentions[0].attention_weights(torch.zeros(3, 8), history)
 
-    lookup._exchange._blocks = range(2**30)
+    lookup._exchange._num_blocks = 2**30
     with pytest.raises(ValueError, match="features must have at most 1 samples"):
-        lookup._exchange.start(of_length(4))
+        lookup._exchange.send_sizes(of_length(4))
 
 
 def test_refused(once):
@@ -492,28 +491,15 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], l
     return dict(zip(ONCE, map(list, zip(*ranks, strict=True)), strict=True))
 
 
-def steps_of_an_exchange(events: list[str]) -> Iterator[Any]:
-    for event in ("sizes are sent", "ids are sent"):
-        events.append(event)
-        yield None
-    yield "received"
-
-
 def test_ids_that_are_waited_for_twice_are_the_same():
     """As TorchRec 1.6 does at the end of an epoch."""
-    events: list[str] = []
-    sizes = _Sizes(steps_of_an_exchange(events))
-    assert events == ["sizes are sent"]
-    ids = sizes.wait()
-    assert sizes.wait() is ids
-    assert events == ["sizes are sent", "ids are sent"]
-    assert [ids.wait(), ids.wait()] == ["received", "received"]
+    ids = CachedAwaitable(object)
+    assert ids.wait() is ids.wait()
 
 
-@pytest.mark.parametrize("awaitable", [_Ids, _Sizes])
-def test_ids_are_not_waited_for_again_after_an_error(awaitable: type[_Ids]):
-    """A ``StopIteration`` would end an epoch, and nobody would know."""
-    ids = awaitable(1 // x for x in (1, 0))
+def test_ids_are_not_waited_for_again_after_an_error():
+    """A second exchange would pair with another exchange of the other ranks."""
+    ids = CachedAwaitable(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         ids.wait()
     with pytest.raises(RuntimeError, match="ids must not be waited for again after an error"):

@@ -5,10 +5,10 @@ from torchrec_jagged_attn.collection.config import EncoderConfig, TargetAttentio
 from torchrec_jagged_attn.collection.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.collection.history_planner import HistoryEmbeddingShardingPlanner
-from torchrec_jagged_attn.collection.history_sharding import HistoryEmbeddingCollectionSharder
+from torchrec_jagged_attn.collection.optimizers import embedding_parameters
 from torchrec_jagged_attn.collection.requests import repeat_per_candidate
-from torchrec_jagged_attn.collection.sharding import embedding_parameters
+from torchrec_jagged_attn.collection.sharding.planner import HistoryEmbeddingShardingPlanner
+from torchrec_jagged_attn.collection.sharding.sharder import HistoryEmbeddingCollectionSharder
 
 __all__ = [
     "EncoderConfig",

@@ -1,7 +1,7 @@
-"""Checks of the batches of a collection.
+"""Batches of a collection: checks, single features, and batches without samples.
 
-Counts of rows are always checked. Values (ids, lengths, weights) are read on CPU, and on CUDA with
-``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+Numbers of rows are always checked. Values (ids, lengths, weights) are checked on CPU, and on CUDA
+with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
 """
 
 import functools
@@ -12,14 +12,16 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_jagged_attn.checks import check_finite, check_float, check_integers, should_validate
-from torchrec_jagged_attn.collection.padding import PaddedFeatures
+from torchrec_jagged_attn.collection.sharding.padding import PaddedFeatures
 from torchrec_jagged_attn.layout import check_order
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory
 
 
-def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
-    """The rows of a key, repeated where several samples have them, as lookups do."""
-    if not is_scripting():  # which would compile the operands of an ``and``
+def read_feature(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
+    """Return a feature with one segment per sample. With batch sizes that vary by key, segments are
+    repeated by the inverse indices, as in lookups.
+    """
+    if not is_scripting():  # torch.jit.script would compile the operands of an ``and``
         if isinstance(features, PaddedFeatures):
             return features.rows_of(name)
         if features.variable_stride_per_key():
@@ -35,11 +37,12 @@ def of_each_sample(features: KeyedJaggedTensor, name: str) -> JaggedTensor:
     return features[name]
 
 
-def with_counts(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """On the meta device, where lengths have no values: one id of each key in each sample.
+def set_meta_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """On the meta device, return features with one id of each key in each sample, unless they have
+    ``length_per_key``; on other devices, return ``features``.
 
-    ``length_per_key`` is taken if it is given. Without it TorchRec divides the ids among the keys,
-    which makes neither one id of a target in each sample nor keys of equal lengths.
+    TorchRec would divide the ids evenly among the keys: targets would not have one id in each
+    sample, and features of one history would differ in length.
     """
     if not isinstance(features, KeyedJaggedTensor) or isinstance(features, PaddedFeatures):
         return features
@@ -60,18 +63,17 @@ def with_counts(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     )
 
 
-def has_no_sample(features: KeyedJaggedTensor) -> bool:
-    """Whether the batch is empty, which TorchRec's lookups fail on.
+def pad_empty_batch(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return ``features``, or one sample without ids if it has no sample: TorchRec cannot look up
+    an empty batch.
 
-    Not of an FX proxy, nor while compiling: programs are made for one sample and more.
+    FX proxies are returned unchanged, and all batches while compiling: compiled programs require at
+    least one sample.
     """
     if not isinstance(features, KeyedJaggedTensor) or torch.compiler.is_compiling():
-        return False
-    return not features.variable_stride_per_key() and features.stride() == 0
-
-
-def one_sample_without_ids(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """What lookups take instead of ``features`` that have no sample."""
+        return features
+    if features.variable_stride_per_key() or features.stride() > 0:
+        return features
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
@@ -88,9 +90,9 @@ def replace_rows(
     lengths: torch.Tensor,
     length_per_key: list[int] | None = None,
 ) -> KeyedJaggedTensor:
-    """``features`` with other rows and lengths, and the same keys and samples.
+    """Return ``features`` with other values, weights and lengths, and the same keys and samples.
 
-    Without ``length_per_key``, a GPU will have to be asked.
+    Without ``length_per_key``, TorchRec reads it from the device when it needs it.
     """
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
@@ -106,20 +108,20 @@ def replace_rows(
 
 
 def without_samples(sequences: list[dict[str, JaggedTensor]]) -> list[dict[str, JaggedTensor]]:
-    """What lookups of :func:`one_sample_without_ids` give, of no sample."""
+    """Return outputs of lookups of :func:`pad_empty_batch` with zero samples."""
     return [
         {
             key: x.without_samples()
             if isinstance(x, RemoteHistory)
             else JaggedTensor(x.values(), lengths=x.lengths()[:0])
-            for key, x in of_one.items()
+            for key, x in lookup.items()
         }
-        for of_one in sequences
+        for lookup in sequences
     ]
 
 
 def check_bags(bags: KeyedTensor) -> None:
-    """Waits for pooled rows, which FBGEMM must be able to copy to their samples."""
+    """Wait for the pooled rows of a lookup, and explain an error of FBGEMM."""
     try:
         bags.keys()
     except RuntimeError as error:
@@ -139,10 +141,15 @@ def check_features(
     is_weighted: bool,
     is_sharded: bool,
 ) -> None:
-    """``features`` must have each key of ``num_embeddings``, with ids below its number, and of
-    ``others``, whose values are the arguments that named them.
+    """Check the batch of a collection.
+
+    Args:
+        features: the batch.
+        num_embeddings: keys that are looked up, and the numbers of rows of their tables.
+        others: keys that are not looked up, and the arguments that name them.
+        is_weighted, is_sharded: of the collection.
     """
-    if isinstance(features, PaddedFeatures):  # of a batch that was checked
+    if isinstance(features, PaddedFeatures):  # its batch was checked before padding
         return
     if not isinstance(features, KeyedJaggedTensor):
         raise TypeError(
@@ -175,8 +182,8 @@ def check_features(
             raise ValueError("features of several batch sizes must have inverse_indices, got none")
     if should_validate(features.values()) and features.stride() > 0:
         _check_ids(features, num_embeddings)
-        for name in (name for name, of in others.items() if of == "timestamps"):
-            times = features[name]  # before histories are cut to their newest rows
+        for name in (name for name, argument in others.items() if argument == "timestamps"):
+            times = features[name]  # before truncation
             check_order(times.values(), times.offsets(), f"timestamps {name!r}")
 
 
@@ -187,10 +194,9 @@ def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> N
             "features must have as many ids as their lengths add up to, "
             f"{sum(lengths)}, got {count}"
         )
-    of_keys = features.values().split(lengths)
     checked = [
         (key, ids)
-        for key, ids in zip(features.keys(), of_keys, strict=True)
+        for key, ids in zip(features.keys(), features.values().split(lengths), strict=True)
         if key in num_embeddings and ids.numel() > 0
     ]
     if not checked:
@@ -205,7 +211,7 @@ def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> N
 
 
 def check_history_weights(weights: torch.Tensor, name: str) -> None:
-    """``weights`` of the history ``name`` must be able to be prior weights of its rows."""
+    """Check ``weights`` of the history ``name``, which are prior weights of its rows."""
     check_float(weights, f"weights of history {name!r}")
     check_finite(weights, f"weights of history {name!r}")
 
@@ -213,7 +219,7 @@ def check_history_weights(weights: torch.Tensor, name: str) -> None:
 def check_single_rows(
     sequences: list[JaggedTensor], names: list[str], argument: str, kind: str = "id"
 ) -> None:
-    """Each sample must have one row, or value, of each of ``names``, which ``argument`` named."""
+    """Check that each sample has one row of each sequence. ``argument`` gave their ``names``."""
     lengths = [sequence.lengths() for sequence in sequences]
 
     def message(key: int, count: int, *where: object) -> str:
@@ -223,10 +229,10 @@ def check_single_rows(
         )
 
     if lengths and should_validate(lengths[0]):
-        of_keys = torch.stack(lengths)
-        if (wrong := torch.nonzero(of_keys != 1)).numel():
+        stacked = torch.stack(lengths)  # [keys, B]
+        if (wrong := torch.nonzero(stacked != 1)).numel():
             key, sample = wrong[0].tolist()
-            raise ValueError(message(key, int(of_keys[key, sample]), "sample", sample))
+            raise ValueError(message(key, int(stacked[key, sample]), "sample", sample))
     for key, sequence in enumerate(sequences):
         rows, samples = sequence.values().shape[0], lengths[key].numel()
         _check_equal(rows, samples, functools.partial(message, key, rows, samples, "samples"))
@@ -235,7 +241,7 @@ def check_single_rows(
 def check_equal_lengths(
     sequence: JaggedTensor, name: str, like: JaggedTensor, like_name: str
 ) -> None:
-    """``sequence`` must be as long as ``like`` in each sample."""
+    """Check that ``sequence`` has the lengths of ``like``."""
     message = f"{name!r} must be as long as {like_name!r} in each sample, got "
     lengths, expected = sequence.lengths(), like.lengths()
     if should_validate(lengths) and (wrong := torch.nonzero(lengths != expected)).numel():
@@ -248,14 +254,14 @@ def check_equal_lengths(
 
 
 def check_equal_keys(features: KeyedJaggedTensor, keys: list[str]) -> None:
-    """All ``keys`` must have as many rows in each sample as the first."""
+    """Check that all ``keys`` have the same lengths."""
     for key in keys[1:]:
-        first = of_each_sample(features, keys[0])
-        check_equal_lengths(of_each_sample(features, key), key, first, keys[0])
+        first = read_feature(features, keys[0])
+        check_equal_lengths(read_feature(features, key), key, first, keys[0])
 
 
 def _check_equal(rows: int, expected: int, message: Callable[[], str]) -> None:
-    """In eager mode a ValueError; while compiling a fact, which the program checks as it runs."""
+    """Raise a ValueError in eager mode; while compiling, add a runtime assertion."""
     if torch.compiler.is_compiling():
         torch._check(rows == expected)
     elif rows != expected:

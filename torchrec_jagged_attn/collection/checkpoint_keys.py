@@ -1,4 +1,4 @@
-"""Names of tables in checkpoints, of models with attention and of those that pool histories."""
+"""Names of tables in checkpoints of models with attention, and of models that pool histories."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,15 +17,16 @@ from torchrec_jagged_attn.collection.embedding_bag_collection import (
 
 
 def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
-    """Map tables' names in the state dict of ``model`` to those of a model that pools.
+    """Map names of tables in the state dict of ``model`` to names in a model that pools histories.
 
-    That model has an EmbeddingBagCollection in place of each TargetAttentionEmbeddingBagCollection.
-    With :func:`rename_keys`, checkpoints of either are loaded into the other.
+    The other model has an EmbeddingBagCollection in place of each
+    TargetAttentionEmbeddingBagCollection. With :func:`rename_keys`, checkpoints of one model can be
+    loaded into the other.
 
     Args:
         model: sharded or not, and wrapped or not: in DistributedModelParallel,
             DistributedDataParallel, FullyShardedDataParallel, ``torch.compile`` or
-            ``checkpoint_wrapper``. Names are those of ``model.state_dict()``.
+            ``checkpoint_wrapper``. Keys are names in ``model.state_dict()``.
 
     Returns:
         A dict from names in ``model`` to names in the other model.
@@ -49,38 +50,39 @@ def embedding_bag_keys(model: nn.Module) -> dict[str, str]:
     keys = {}
     for prefix, collection in _collections(model):
         for table, key in collection.table_keys().items():
-            keys[prefix + _wrapped(collection, key)] = f"{prefix}embedding_bags.{table}.weight"
+            name = prefix + _state_dict_key(collection, key)
+            keys[name] = f"{prefix}embedding_bags.{table}.weight"
     return keys
 
 
 def _collections(
     module: nn.Module, prefix: str = ""
 ) -> Iterator[tuple[str, TargetAttentionEmbeddingBagCollection]]:
-    """Those in ``module``, and what state dicts put before their names."""
-    module, wrapped = _unwrapped(module)
-    prefix += wrapped
+    """Yield the collections in ``module`` with the prefixes of their names in state dicts."""
+    module, wrapper_prefix = _unwrap(module)
+    prefix += wrapper_prefix
     if isinstance(module, TargetAttentionEmbeddingBagCollection):
         yield prefix, module
     else:
-        for name, child in module._modules.items():  # named_children() names a shared one once
+        for name, child in module._modules.items():  # named_children() omits repetitions
             if child is not None:
                 yield from _collections(child, f"{prefix}{name}.")
 
 
-def _wrapped(module: nn.Module | None, key: str) -> str:
-    """What state dicts call ``key`` of ``module``, of which each part may be wrapped."""
+def _state_dict_key(module: nn.Module | None, key: str) -> str:
+    """Return the name of ``key`` in state dicts of ``module``, whose submodules may be wrapped."""
     names = []
     for name in key.split("."):
         prefix = ""
         if module is not None:
-            module, prefix = _unwrapped(module)
+            module, prefix = _unwrap(module)
             module = module._modules.get(name)
         names.append(prefix + name)
     return ".".join(names)
 
 
-def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
-    """What ``module`` wraps, and what state dicts put before its names."""
+def _unwrap(module: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module inside all wrappers, and the prefix of its names in state dicts."""
     prefix = ""
     while True:
         if isinstance(module, DistributedModelParallel):

@@ -1,4 +1,4 @@
-"""``TargetAttentionConfig`` and ``EncoderConfig``: which history attends to which target."""
+"""``TargetAttentionConfig`` and ``EncoderConfig``: the attentions of a collection."""
 
 import itertools
 from collections import Counter
@@ -28,12 +28,12 @@ class EncoderConfig:
         dropout: ``dropout`` of :class:`HistoryEncoderLayer`: probability, while training, that an
             element of a residual branch or of the feed-forward activations is set to zero.
         user_embedding: whether to also return the newest encoded row of each history, an embedding
-            of the user that depends on no target. Its key is ``user@`` and the output's key of the
-            (first) history, its width that of the histories together, and it is zero where a
-            history is empty. These keys come after all others, in the order of the attentions.
+            of the user that depends on no target. Its key is ``user@`` followed by the output's key
+            of the (first) history, and its width is the summed width of the histories. It is zero
+            for empty histories. These keys follow all others, in the order of the attentions.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has another type.
         ValueError: ``num_layers`` or ``window`` is below one, ``window`` is given without
             ``causal``, or ``dropout`` is not in ``[0, 1)``.
 
@@ -57,12 +57,12 @@ class EncoderConfig:
 
 @dataclass
 class TargetAttentionConfig:
-    """Which target attends to which history, and how.
+    """One attention of a collection: its target, its history and its options.
 
-    With several targets or histories, their embeddings are concatenated along the columns, as side
-    information of the events, and one attention runs over the sum of their widths.
+    Embeddings of several targets, and of several histories, are concatenated along the columns, as
+    side information of the events.
 
-    A feature that several tables have is named ``feature@table``, as in the output of
+    A feature of several tables is named ``feature@table``, as in the output of
     EmbeddingBagCollection.
 
     Args:
@@ -84,10 +84,10 @@ class TargetAttentionConfig:
         timestamps: key of the KeyedJaggedTensor with one integer time per history row, in any unit.
             It must not be a feature of a table. It is read after the lookups, so a training
             pipeline must not be given ``free_features_storage_early=True``.
-        request_time: key of the KeyedJaggedTensor with exactly one integer per sample: when it is
-            scored, in the unit of ``timestamps``, which it requires. Ages are counted from it, and
-            are zero where a row is newer. By default they are counted from the newest row of the
-            history. It must not be a feature of a table; several attentions may share it.
+        request_time: key of the KeyedJaggedTensor with exactly one integer per sample: the time of
+            scoring, in the unit of ``timestamps``, which it requires. Ages are relative to it, and
+            zero for newer rows. By default, ages are relative to the newest row of the history. It
+            must not be a feature of a table; several attentions may share it.
         encoder: layers in which history rows attend to each other before a target attends to them.
             ``None``, the default, for no layers.
         dropout: probability, while training, that an attention weight is set to zero, in encoder
@@ -96,13 +96,13 @@ class TargetAttentionConfig:
             and weights; older ones are dropped before the lookups, also for other tables that pool
             the same feature. A training pipeline overlaps this with ``pipeline_postproc=True``.
             ``None``, the default, keeps all.
-        history_codes: experimental: how the history is packed, if its features have codes instead
+        history_codes: experimental: the packing of the history, if its features are codes instead
             of ids. A fitted :class:`DiscretePCA` decodes codes to rows, with a basis that is fixed
             or, if it is trainable, learned; with :class:`PackedCodes`, the codes are the rows. The
-            history has no table and no lookup: it has a feature for each column of
-            :meth:`PackedCodes.to_int64`, int64. The output's key is that of the first one, after
-            those of tables, and ``embedding_bag_configs`` of the collection lists it as a table
-            with one row, so that a DLRM finds it. Requires ``encoder=None``.
+            history has no table and no lookup, but an int64 feature for each column of
+            :meth:`PackedCodes.to_int64`. Its key in the output is the first feature, after the keys
+            of tables. ``embedding_bag_configs`` of the collection lists it as a table with one row,
+            so that a DLRM finds it. Requires ``encoder=None``.
 
     Raises:
         TypeError: an argument has another type.
@@ -173,17 +173,17 @@ class TargetAttentionConfig:
 
     @property
     def targets(self) -> list[str]:
-        """The target features, always as a list."""
+        """The target features as a list."""
         return names_of(self.target, "target")
 
     @property
     def histories(self) -> list[str]:
-        """The history features, always as a list."""
+        """The history features as a list."""
         return names_of(self.history, "history")
 
 
 def names_of(value: object, name: str) -> list[str]:
-    """``value``, which must be the name of a feature, or several, as a list."""
+    """Return ``value``, the name of a feature or several names, as a list."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(x, str) for x in names):
         raise TypeError(f"{name} must be a feature or a list of features, got {value!r}")
@@ -191,7 +191,7 @@ def names_of(value: object, name: str) -> list[str]:
 
 
 def check_list(value: object, name: str, kind: type) -> None:
-    """``value`` must be a list of ``kind``."""
+    """Check that ``value`` is a list of ``kind``."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list of {kind.__name__}s, got a {type(value).__name__}")
     for item in value:
@@ -202,13 +202,13 @@ def check_list(value: object, name: str, kind: type) -> None:
 def find_feature(
     argument: str, name: str, tables: list[EmbeddingBagConfig]
 ) -> tuple[EmbeddingBagConfig, str]:
-    """Table and feature of ``name``, ``feature`` or ``feature@table``, that ``argument`` gave."""
-    held = [(table, feature) for table in tables for feature in table.feature_names]
+    """Return table and feature of ``name``, which is ``feature`` or ``feature@table``."""
+    known = [(table, feature) for table in tables for feature in table.feature_names]
     found = [
-        (table, feature) for table, feature in held if name in (feature, f"{feature}@{table.name}")
+        (table, feature) for table, feature in known if name in (feature, f"{feature}@{table.name}")
     ]
     if not found:
-        features = list(dict.fromkeys(feature for _, feature in held))
+        features = list(dict.fromkeys(feature for _, feature in known))
         raise ValueError(f"{argument} must be a feature of tables, one of {features}, got {name!r}")
     if len(found) > 1:
         choices = [f"{feature}@{table.name}" for table, feature in found]
@@ -223,18 +223,18 @@ def find_features(
     attentions: Iterable[TargetAttentionConfig],
     tables: list[EmbeddingBagConfig],
 ) -> list[tuple[EmbeddingBagConfig, str]]:
-    """Table and feature of all targets, or of all histories that are looked up."""
+    """Return table and feature of all targets, or of all histories with tables."""
     return [
         find_feature(argument, name, tables)
         for config in attentions
-        for name in (config.targets if argument == "target" else looked_up(config))
+        for name in (config.targets if argument == "target" else table_histories(config))
     ]
 
 
 def check_configs(
     tables: list[EmbeddingBagConfig], attentions: list[TargetAttentionConfig]
 ) -> None:
-    """``tables``, whose features have names, and ``attentions`` must fit together."""
+    """Check that ``tables``, whose ``feature_names`` are set, and ``attentions`` fit together."""
     if not tables:
         raise ValueError("tables must hold at least one EmbeddingBagConfig, got none")
     if not attentions:
@@ -243,7 +243,7 @@ def check_configs(
         raise ValueError(f"tables must have different names, got {repeated} more than once")
     targets = {feature for _, feature in find_features("target", attentions, tables)}
     histories = find_features("history", attentions, tables)
-    codes = [name for config in attentions for name in coded(config)]
+    codes = [name for config in attentions for name in code_histories(config)]
     names = [*(f"{feature}@{table.name}" for table, feature in histories), *codes]
     if repeated := _repeated(names):
         raise ValueError(
@@ -262,7 +262,7 @@ def check_configs(
 def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
     features = {
         name: find_feature(argument, name, tables)[0].embedding_dim
-        for argument, names in (("target", config.targets), ("history", looked_up(config)))
+        for argument, names in (("target", config.targets), ("history", table_histories(config)))
         for name in names
     }
     if wrong := {name: width for name, width in features.items() if width % 4 != 0}:
@@ -275,10 +275,10 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
     else:
         embed_dim = check_codes(config.history_codes, None)
         for table in tables:
-            if held := sorted({*config.histories} & {*table.feature_names}):
+            if both := sorted({*config.histories} & {*table.feature_names}):
                 raise ValueError(
                     "history must be a key without a table with history_codes, got "
-                    f"{held}, of table {table.name!r}"
+                    f"{both}, of table {table.name!r}"
                 )
     if config.num_heads is not None and embed_dim % config.num_heads != 0:
         raise ValueError(
@@ -293,46 +293,47 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
             )
 
 
-def looked_up(config: TargetAttentionConfig) -> list[str]:
-    """The history features that have tables."""
+def table_histories(config: TargetAttentionConfig) -> list[str]:
+    """Return the history features with tables."""
     return config.histories if config.history_codes is None else []
 
 
-def coded(config: TargetAttentionConfig) -> list[str]:
-    """The history features that come as codes."""
+def code_histories(config: TargetAttentionConfig) -> list[str]:
+    """Return the history features that are codes."""
     return [] if config.history_codes is None else config.histories
 
 
 def _check_max_history(
     tables: list[EmbeddingBagConfig], attentions: list[TargetAttentionConfig]
 ) -> None:
-    """A key is cut to one length, whichever attentions read it."""
-    lengths: dict[str, int | None] = {}
+    """Check that all attentions that read a key have the same ``max_history``."""
+    limits: dict[str, int | None] = {}
     for config in attentions:
         for key in keys_of_history(config, tables):
-            if lengths.setdefault(key, config.max_history) != config.max_history:
+            if limits.setdefault(key, config.max_history) != config.max_history:
                 raise ValueError(
                     f"max_history must be one for all attentions that read {key!r}, "
-                    f"got {lengths[key]} and {config.max_history}"
+                    f"got {limits[key]} and {config.max_history}"
                 )
 
 
 def keys_of_history(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> list[str]:
-    """Keys of a KeyedJaggedTensor that describe the events of a history, its timestamps last."""
+    """Return all keys of a batch that describe the events of a history, timestamps last."""
     keys = [feature for _, feature in find_features("history", [config], tables)]
-    keys += coded(config)
+    keys += code_histories(config)
     return keys if config.timestamps is None else [*keys, config.timestamps]
 
 
 def keys_without_tables(attentions: list[TargetAttentionConfig]) -> dict[str, str]:
-    """Keys of a KeyedJaggedTensor that are not looked up, with the argument that named each."""
+    """Return keys of a batch that are not looked up, and the argument that names each."""
     times = {
         getattr(config, name): name
         for name in ("timestamps", "request_time")
         for config in attentions
         if getattr(config, name) is not None
     }
-    return times | {name: "history_codes" for config in attentions for name in coded(config)}
+    codes = [name for config in attentions for name in code_histories(config)]
+    return times | dict.fromkeys(codes, "history_codes")
 
 
 def keys_of_candidates(
@@ -341,7 +342,7 @@ def keys_of_candidates(
     candidates: str,
     candidate_features: str | Sequence[str],
 ) -> list[str]:
-    """Keys with one id for each candidate, targets first; none where a sample is one candidate."""
+    """Return keys with one id per candidate, targets first; none with one candidate per sample."""
     candidate_features = names_of(candidate_features, "candidate_features")
     if candidates not in ("one", "jagged"):
         raise ValueError(f"candidates must be 'one' or 'jagged', got {candidates!r}")
@@ -370,7 +371,7 @@ def check_single_id_features(
     single_id_features: str | Sequence[str],
     candidate_features: list[str],
 ) -> list[str]:
-    """``single_id_features`` as a list, of which none may have another role."""
+    """Return ``single_id_features`` as a list, after checking that none has another role."""
     single_id_features = names_of(single_id_features, "single_id_features")
     features = {feature for table in tables for feature in table.feature_names}
     features -= {*candidate_features}

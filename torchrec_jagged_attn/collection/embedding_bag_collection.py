@@ -1,6 +1,6 @@
-"""``TargetAttentionEmbeddingBagCollection``: an EmbeddingBagCollection that attends to a target."""
+"""``TargetAttentionEmbeddingBagCollection``: pools histories by attention to a target."""
 
-# FX and torch.jit.script read annotations, so they are no strings here.
+# FX and torch.jit.script read annotations, so they must not be strings.
 import dataclasses
 from collections.abc import Sequence
 from typing import Literal
@@ -16,9 +16,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_jagged_attn.checks import check_bool, check_device
 from torchrec_jagged_attn.collection.batch_checks import (
     check_features,
-    has_no_sample,
-    one_sample_without_ids,
-    with_counts,
+    pad_empty_batch,
+    set_meta_lengths,
     without_samples,
 )
 from torchrec_jagged_attn.collection.config import (
@@ -31,15 +30,12 @@ from torchrec_jagged_attn.collection.config import (
     keys_of_history,
     keys_without_tables,
 )
-from torchrec_jagged_attn.collection.history_sharding import set_fixed_rows, set_histories
 from torchrec_jagged_attn.collection.history_truncation import HistoryTruncation
-from torchrec_jagged_attn.collection.lookup_rows import take_rows
+from torchrec_jagged_attn.collection.optimizers import check_optimizers
 from torchrec_jagged_attn.collection.pooling import TargetAttentionPooling
-from torchrec_jagged_attn.collection.sharding import (
-    check_optimizers,
-    check_quantized,
-    check_sharded,
-)
+from torchrec_jagged_attn.collection.sharding.lookup_rows import take_rows
+from torchrec_jagged_attn.collection.sharding.tables import HistoryTableConfig, set_histories
+from torchrec_jagged_attn.collection.sharding.torchrec_fixes import check_quantized, prepare_lookups
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
 
 NO_BOUND = torch.iinfo(torch.int64).max
@@ -49,35 +45,42 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     r"""An EmbeddingBagCollection whose histories are pooled by attention to the sample's target.
 
     It replaces ``EmbeddingBagCollection(tables)`` in a model such as
-    ``torchrec.models.dlrm.DLRM``: same input, and an output with the same keys, in the same order
-    and widths. For a history with rows :math:`x_n` and its target's row :math:`t`, the sum becomes
+    ``torchrec.models.dlrm.DLRM``, with the same input, and the same keys, order and widths of the
+    output. For a history with rows :math:`x_n` and its target's row :math:`t`, the sum becomes
 
     .. math:: \sum_n x_n \quad\to\quad \mathrm{JaggedTargetAttention}(t, x)
 
-    and every other feature is pooled by sum or mean, as its table says. With ``user_embedding``,
-    keys of user embeddings follow; models that read features by name, such as DLRM, ignore them.
+    All other features are pooled by sum or mean, as configured by their tables. A batch of two
+    samples, and its output::
 
-    Tables that hold a target or a history are in ``embedding_collections``, one
-    EmbeddingCollection for each width, and the others in ``embedding_bag_collection`` (``None``
-    where there is none), which TorchRec's planner and sharders support. The rows of a feature that
-    is pooled by sum or mean are sent individually if it shares a table with a target or a history.
+        features   sample 0   sample 1       output     item    hist                     user
+        item       [1]        [2]            sample 0   row 1   attention(1, [])         row 0
+        hist       []         [3, 4, 5]      sample 1   row 2   attention(2, [3, 4, 5])  row 1
+        user       [0]        [1]
 
-    ``DistributedModelParallel`` needs the sharders of both, which it has by default:
+    With ``user_embedding``, keys of user embeddings follow. Models that read features by name, such
+    as DLRM, ignore them.
+
+    Tables of targets and histories are in ``embedding_collections``, one EmbeddingCollection per
+    width. The other tables are in ``embedding_bag_collection``, or it is ``None``. TorchRec's
+    planner and sharders support both. The rows of a feature that is pooled by sum or mean are sent
+    individually if it shares a table with a target or a history.
+
+    ``DistributedModelParallel`` requires the sharders of both, which are its defaults:
     ``EmbeddingCollectionSharder`` and ``EmbeddingBagCollectionSharder``. The weights of attentions
-    are dense: pass only those of tables, :func:`embedding_parameters`, to
-    ``apply_optimizer_in_backward``.
+    are dense: pass only :func:`embedding_parameters` to ``apply_optimizer_in_backward``.
 
     Args:
-        tables: as for EmbeddingBagCollection. Those that hold a target or a history have an
+        tables: as for EmbeddingBagCollection. Tables of targets and histories must have an
             ``embedding_dim`` that is a multiple of 4.
-        attentions: one entry per attention, or a single entry. A history belongs to one entry, a
-            target to any number.
+        attentions: one entry per attention, or a single entry. A history is in one entry, a target
+            in any number.
         is_weighted: whether batches have weights. Pooled rows are multiplied by their weights. The
             weights of a history are the prior weights of its rows in
-            :class:`JaggedTargetAttention`; for several histories of one attention, those of the
-            first are used. The row of a target is multiplied by its weight in the output, but not
-            as a query.
-        device: of all parameters; by default PyTorch's default device.
+            :class:`JaggedTargetAttention`; an attention over several histories uses the weights of
+            the first. The row of a target is multiplied by its weight in the output, but not as a
+            query.
+        device: device of all parameters, by default PyTorch's default device.
         single_lookup: whether pooled features are looked up together with targets and histories if
             their tables have the same width, and pooled afterwards. One sharded module instead of
             two reduces host time per step, but rows are sent to other ranks before pooling: use it
@@ -93,13 +96,13 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             ``single_lookup``, their tables are in ``embedding_collections``.
         single_id_features: features besides targets with exactly one id per sample. Their rows are
             returned without pooling, which reduces host time. If all tables without a target or a
-            history hold only such features and have the width of a table with a target or a
+            history contain only such features and have the width of a table with a target or a
             history, they are looked up as with ``single_lookup``, with the same number of bytes
             sent. Otherwise, tables in ``embedding_bag_collection`` pool these features like all
             others, and their lengths are not checked.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has another type.
         ValueError: tables, attentions and features of candidates do not fit together.
         NotImplementedError: ``is_weighted`` with an attention of another score than the softmax.
 
@@ -172,7 +175,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                     f"score={config.score!r}"
                 )
         keys = keys_of_candidates(tables, attentions, candidates, candidate_features)
-        singles = check_single_id_features(tables, attentions, single_id_features, keys)
+        single_ids = check_single_id_features(tables, attentions, single_id_features, keys)
         attended = [
             *find_features("target", attentions, tables),
             *find_features("history", attentions, tables),
@@ -180,9 +183,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         by_row = {table.name for table, _ in attended}
         by_row |= {x.name for x in tables if not set(keys).isdisjoint(x.feature_names)}
         widths = {table.embedding_dim for table in tables if table.name in by_row}
-        # Then no table is left for a second sharded module.
+        # In this case one sharded module contains all tables.
         single_lookup |= all(
-            table.embedding_dim in widths and set(singles).issuperset(table.feature_names)
+            table.embedding_dim in widths and set(single_ids).issuperset(table.feature_names)
             for table in tables
             if table.name not in by_row
         )
@@ -197,7 +200,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self._tables = tables
         self._bag_tables = {table.name for table in bag_tables}
         self._is_weighted = is_weighted
-        # Bags of fp32 take weights of fp32 alone; sharded ones convert them.
+        # Unsharded lookups of fp32 tables require fp32 weights; sharded lookups convert them.
         self._weights_fp32 = [
             name
             for table in bag_tables
@@ -207,25 +210,22 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self._others = keys_without_tables(attentions)
         self._num_embeddings: dict[str, int] = {}
         for table in tables:
-            # Of a virtual table, any id is one.
+            # All ids are valid in a virtual table.
             bound = NO_BOUND if table.use_virtual_table else table.num_embeddings
             for name in table.feature_names:
                 self._num_embeddings[name] = min(self._num_embeddings.get(name, bound), bound)
 
-        cut = [
+        truncated = [
             (keys_of_history(config, tables), config.max_history)
             for config in attentions
             if config.max_history is not None
         ]
-        self.history_truncation = HistoryTruncation(cut) if cut else None
-        self.embedding_collections = nn.ModuleDict(
-            {
-                str(width): EmbeddingCollection(
-                    [_embedding_config(table) for table in of_width], device=device
-                )
-                for width, of_width in by_width.items()
-            }
-        )
+        self.history_truncation = HistoryTruncation(truncated) if truncated else None
+        lookups = {
+            str(width): EmbeddingCollection([*map(_table_config, same_width)], device=device)
+            for width, same_width in by_width.items()
+        }
+        self.embedding_collections = nn.ModuleDict(lookups)
         self.embedding_bag_collection = (
             EmbeddingBagCollection(bag_tables, is_weighted, device) if bag_tables else None
         )
@@ -246,20 +246,20 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             attentions,
             is_weighted,
             keys,
-            singles,
+            single_ids,
             device,
         )
-        # Keys of the output, by the names in a lookup of what may be read through gather indices.
+        # For each lookup, the histories that attention can read by gather indices: their keys in
+        # the output, by their names in the lookup.
         self._by_index: list[dict[str, str]] = []
         for lookup, histories, fixed_rows in zip(
-            self.embedding_collections.values(),
+            lookups.values(),
             self.pooling.histories(),
             self.pooling.fixed_rows(),
             strict=True,
         ):
-            set_histories(lookup, histories)
-            set_fixed_rows(lookup, fixed_rows)
-            self._by_index.append({name: of.key for name, of in histories.items() if of.stays})
+            set_histories(lookup, histories, fixed_rows)
+            self._by_index.append({name: x.key for name, x in histories.items() if x.is_local})
 
     @classmethod
     def from_embedding_bag_collection(
@@ -272,10 +272,10 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         candidate_features: str | Sequence[str] = (),
         single_id_features: str | Sequence[str] = (),
     ) -> "TargetAttentionEmbeddingBagCollection":
-        """A collection that goes on with the tables of a trained EmbeddingBagCollection.
+        """Return a collection that shares the parameters of a trained EmbeddingBagCollection.
 
-        It shares their parameters, so that an optimizer that holds them goes on, too. For a sharded
-        model, see :func:`embedding_bag_keys`.
+        Optimizers of these parameters remain valid. For a sharded model, see
+        :func:`embedding_bag_keys`.
 
         Args:
             embedding_bag_collection: not sharded.
@@ -291,7 +291,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 "embedding_bag_collection must be an EmbeddingBagCollection that is not sharded, "
                 f"got a {type(source).__name__}"
             )
-        device = next(source.parameters()).device  # it may have moved from where it was made
+        device = next(source.parameters()).device  # may differ from source.device
         tables = source.embedding_bag_configs()
         collection = cls(
             tables,
@@ -316,71 +316,69 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 features of the tables, timestamps, request times and codes, in any order, and with
                 weights if and only if ``is_weighted``. With sharded tables, keys may differ in
                 batch size and have ``inverse_indices``: a user's history is then sent and looked
-                up once for all samples that have it, and read where its rows lie.
+                up once for all samples of the user.
 
         Returns:
-            ``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``; after them,
-            those of histories of codes and user embeddings. With ``candidates="jagged"``, ``[ΣT,
-            sum of widths]``.
+            ``[B, sum of widths]``, with the keys of ``EmbeddingBagCollection(tables)``, followed by
+            the keys of histories of codes and user embeddings. With ``candidates="jagged"``,
+            ``[ΣT, sum of widths]``.
 
         Raises:
-            TypeError: ``features`` are neither a KeyedJaggedTensor nor a TensorDict, or are not of
-                int32 or int64.
-            ValueError: a feature or a key of times is missing, a target or one of
-                ``single_id_features`` without exactly one id in each sample (or, of requests,
-                features of candidates with different lengths), a request time without exactly one
-                integer in each sample, or histories (and timestamps) of one attention with
-                different lengths; or timestamps decrease within a history. Counts of rows are
-                always checked; ids, lengths of each sample and the order of timestamps on CPU, and
-                on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
-                Weights that are missing or unexpected, or batch sizes that vary by feature
-                without ``inverse_indices``. In the first batch: an optimizer in backward of the
-                attentions' weights.
-            NotImplementedError: batch sizes that vary by feature, of tables that are not sharded,
-                or that are pooled in bf16 on a GPU.
-            RuntimeError: a ``DistributedModelParallel`` without a sharder of some tables.
+            TypeError: ``features`` is neither a KeyedJaggedTensor nor a TensorDict, or is not int32
+                or int64.
+            ValueError: a key is missing; a target or one of ``single_id_features`` does not have
+                exactly one id per sample (with requests: features of candidates differ in length);
+                a request time does not have exactly one integer per sample; histories and
+                timestamps of one attention differ in length; timestamps decrease within a history;
+                weights are missing or unexpected; batch sizes vary by feature without
+                ``inverse_indices``; or, in the first batch, weights of attentions have an optimizer
+                in backward. Numbers of rows are always checked; ids, lengths of samples and the
+                order of timestamps on CPU, and on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+            NotImplementedError: batch sizes vary by feature, and tables are not sharded, or pooled
+                in bf16 on a GPU.
+            RuntimeError: ``DistributedModelParallel`` has no sharder of some tables.
         """
         features = maybe_td_to_kjt(features)
         keep_dtype = is_empty = False
         if not is_scripting():
             lookups = self._lookups()
             check_optimizers(self.pooling)
-            features = with_counts(features)
+            is_sharded = prepare_lookups(lookups)
+            features = set_meta_lengths(features)
             _check_features(
                 features,
                 self._num_embeddings,
                 self._others,
                 self._is_weighted,
                 self._weights_fp32,
-                check_sharded(lookups),
+                is_sharded,
             )
             keep_dtype = check_quantized(lookups)
         if self.history_truncation is not None:
             features = self.history_truncation(features)
-        looked_up = features
+        padded = features
         if not is_scripting():
-            is_empty = has_no_sample(features)
-            if is_empty:
-                looked_up = one_sample_without_ids(features)
+            padded = pad_empty_batch(features)
+            is_empty = padded is not features
         sequences: list[dict[str, JaggedTensor]] = []
         for lookup in self.embedding_collections.values():
-            sequences.append(lookup(looked_up))
+            sequences.append(lookup(padded))
         bags: KeyedTensor | None = None
         if self.embedding_bag_collection is not None:
-            bags = self.embedding_bag_collection(looked_up)
+            bags = self.embedding_bag_collection(padded)
         indices: dict[str, Tensor] | None = None
         if not is_scripting():
             indices = {}
-            for at, keys in enumerate(self._by_index):
-                # After the lookup of bags has begun: this waits for the rows.
-                sequences[at], found = take_rows(sequences[at], keys)
+            for i, keys in enumerate(self._by_index):
+                # This waits for the rows, so the lookup of bags starts before.
+                sequences[i], found = take_rows(sequences[i], keys)
                 indices |= {keys[name]: rows for name, rows in found.items()}
             if is_empty:
                 sequences = without_samples(sequences)
         return self.pooling(features, sequences, bags, indices, keep_dtype, is_empty)
 
     def reset_parameters(self) -> None:
-        """Start all parameters anew: tables by their ``init_fn``, attentions by their ``init``."""
+        """Initialize all parameters: tables by ``init_fn``, attentions by ``init``."""
         children_first = reversed(list(self.pooling.modules()))
         for module in (*self._lookups(), *children_first):
             reset = getattr(module, "reset_parameters", None)
@@ -388,7 +386,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 reset()
 
     def table_keys(self) -> dict[str, str]:
-        """What the state dict calls the weight of each table, by the table's name."""
+        """Return the name of the weight of each table in the state dict, by table name."""
         keys = {}
         for table in self._tables:
             lookup = f"embedding_collections.{table.embedding_dim}.embeddings"
@@ -398,13 +396,13 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         return keys
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """All tables, as EmbeddingBagCollection gives them, with the data types that quantization
-        left; then, for each history of codes, as if a table of one row had it.
+        """Return the configurations of all tables, with their current data types, followed by a
+        table with one row for each history of codes.
         """
         types = {}
         for lookup in self._lookups():
             for name in ("embedding_configs", "embedding_bag_configs"):
-                configs = getattr(lookup, name, list)()  # sharded ones for training have neither
+                configs = getattr(lookup, name, list)()  # sharded modules for training have neither
                 types |= {config.name: config.data_type for config in configs}
         tables = [
             dataclasses.replace(table, data_type=types.get(table.name, table.data_type))
@@ -413,7 +411,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         return tables + self._tables_of_codes
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """Raise: TorchRec's ManagedCollision wrappers, which call it, cannot wrap attention."""
+        """Raise an error: TorchRec's ManagedCollision wrappers call this, and cannot wrap it."""
         raise NotImplementedError(
             "ManagedCollisionEmbeddingBagCollection and ManagedCollisionEmbeddingCollection cannot "
             "wrap a TargetAttentionEmbeddingBagCollection: remap ids by the "
@@ -427,8 +425,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
-        modules = (*self._lookups(), self.pooling)  # a rank may have no part of a table
+        """The device of the tables."""
+        modules = (*self._lookups(), self.pooling)  # a rank may store no rows
         tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
         return next(tensors).device
 
@@ -437,12 +435,12 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         return [*self.embedding_collections.values(), *([] if bags is None else [bags])]
 
 
-def _embedding_config(table: EmbeddingBagConfig) -> EmbeddingConfig:
+def _table_config(table: EmbeddingBagConfig) -> HistoryTableConfig:
     shared = [field.name for field in dataclasses.fields(EmbeddingConfig)]
-    return EmbeddingConfig(**{name: getattr(table, name) for name in shared})
+    return HistoryTableConfig(**{name: getattr(table, name) for name in shared})
 
 
-@torch.fx.wrap  # what branches on the batch is a leaf for FX; torch.jit.script takes it
+@torch.fx.wrap  # a leaf for FX, because it branches on the batch
 def _check_features(
     features: KeyedJaggedTensor,
     num_embeddings: dict[str, int],
@@ -451,7 +449,7 @@ def _check_features(
     weights_fp32: list[str],
     is_sharded: bool,
 ) -> None:
-    if not is_scripting():  # scripted as a part of an FX graph
+    if not is_scripting():  # FX graphs that call this function can be scripted
         check_features(features, num_embeddings, others, is_weighted, is_sharded)
         if is_weighted and weights_fp32 and not is_sharded:
             dtype = features.weights().dtype

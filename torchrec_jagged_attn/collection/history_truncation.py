@@ -1,4 +1,4 @@
-"""``HistoryTruncation``: the newest rows of each history, before anything is looked up."""
+"""``HistoryTruncation``: keeps the newest rows of each history, before the lookups."""
 
 import torch
 from torch import nn
@@ -10,12 +10,15 @@ from torchrec_jagged_attn.collection.batch_checks import check_equal_keys, repla
 
 
 class HistoryTruncation(nn.Module):
-    """Keeps the newest rows of some keys of a KeyedJaggedTensor, and all rows of the others.
+    """Keeps the newest rows of some keys of a KeyedJaggedTensor, and all rows of other keys.
 
-    It has no parameter and reads nothing but its input, so TorchRec's pipelines run it before the
-    lookups, with ``pipeline_postproc=True``. The number of rows left is known only on the device:
-    without a pipeline, the host waits for it. ``histories`` are the keys of each, equally long in
-    each sample, and how many of its newest rows to keep.
+    TorchRec's pipelines can run it before the lookups, with ``pipeline_postproc=True``, because it
+    has no parameters and reads only its input. The number of rows kept is known only on the device:
+    without a pipeline, the host waits for it.
+
+    Args:
+        histories: for each history, its keys, which have equal lengths, and the number of newest
+            rows to keep.
     """
 
     def __init__(self, histories: list[tuple[list[str], int]]) -> None:
@@ -24,9 +27,9 @@ class HistoryTruncation(nn.Module):
         self._limits = {key: limit for keys, limit in histories for key in keys}
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """``features`` with the same keys and samples, and no more rows than the limits.
+        """Return ``features`` with at most the given number of rows per sample.
 
-        Where there are no values, as on the meta device or in FakeTensorMode, no row is dropped.
+        On the meta device and in FakeTensorMode, all rows are kept.
         """
         return _truncate(features, self._histories, self._limits)
 
@@ -37,7 +40,7 @@ def _truncate(
 ) -> KeyedJaggedTensor:
     if not is_scripting():
         for keys in histories:
-            check_equal_keys(features, keys)  # they would look alike once they are cut
+            check_equal_keys(features, keys)  # different lengths may be equal once truncated
         if not torch.compiler.is_compiling() and not has_values(features.lengths()):
             return features
     old, weights = features.lengths(), features.weights_or_none()
@@ -53,7 +56,7 @@ def _truncate(
     values = features.values()[is_kept]
     if weights is not None:
         weights = weights[is_kept]
-    if is_scripting():  # and compiles no more than this call
+    if is_scripting():  # torch.jit.script cannot compile replace_rows
         return KeyedJaggedTensor(
             keys=features.keys(),
             values=values,

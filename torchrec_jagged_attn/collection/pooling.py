@@ -1,6 +1,6 @@
-"""Everything after the lookups of a ``TargetAttentionEmbeddingBagCollection``."""
+"""``TargetAttentionPooling``: pools the rows that a collection looked up."""
 
-# torch.jit.script reads annotations, so they are no strings here.
+# torch.jit.script reads annotations, so they must not be strings.
 import itertools
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ from torchrec_jagged_attn.collection.batch_checks import (
     check_equal_lengths,
     check_history_weights,
     check_single_rows,
-    of_each_sample,
+    read_feature,
 )
 from torchrec_jagged_attn.collection.config import TargetAttentionConfig, find_features
-from torchrec_jagged_attn.collection.id_exchange import HistoryFeatures
-from torchrec_jagged_attn.collection.padding import PaddedJaggedTensor
 from torchrec_jagged_attn.collection.requests import repeat_per_candidate
+from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor
+from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 from torchrec_jagged_attn.modules.target_attention_arguments import (
@@ -33,31 +33,31 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
 
 
 class _Source(NamedTuple):
-    """Where rows of a sequence come from, and the column that they end in."""
+    """A feature that is looked up by an EmbeddingCollection."""
 
-    feature: str  # key of the KeyedJaggedTensor
-    key: str  # of the output
+    feature: str  # key in the batch
+    key: str  # key in the output of the collection
     width: int
-    lookup: int  # number of the EmbeddingCollection
-    name: str  # what that one calls the feature
+    lookup: int  # index of the EmbeddingCollection
+    name: str  # key in the output of the EmbeddingCollection
 
 
 class _Attention(NamedTuple):
-    """What one attention reads, and where it goes."""
+    """The inputs and outputs of one attention."""
 
     targets: list[_Source]
-    histories: list[_Source]  # none where they come as codes
-    features: list[str]  # keys of the KeyedJaggedTensor that the history has
-    keys: list[str]  # of the output
-    width: int  # of all these
-    num_bytes: int  # of a row of codes; 0 where rows are looked up
-    timestamps: str  # key of the KeyedJaggedTensor, empty if there are none
-    request_time: str  # likewise
-    user_key: str  # of the user embedding; empty without one
+    histories: list[_Source]  # empty for a history of codes
+    features: list[str]  # keys of the history in the batch
+    keys: list[str]  # keys of the history in the output
+    width: int  # summed width of the keys
+    num_bytes: int  # bytes per row of a history of codes, otherwise 0
+    timestamps: str  # key in the batch, or empty
+    request_time: str  # key in the batch, or empty
+    user_key: str  # key of the user embedding, or empty
 
 
 class _Encoder(nn.Sequential):
-    """Encoder layers, one after the other; of none, rows stay as they are."""
+    """Any number of encoder layers. Without layers, it returns the history unchanged."""
 
     def forward(self, history: JaggedTensor, prior_weights: Tensor | None = None) -> JaggedTensor:
         for layer in self:
@@ -66,38 +66,48 @@ class _Encoder(nn.Sequential):
 
 
 class _Slice(NamedTuple):
-    """Columns of one of several tensors."""
+    """Columns of a block. Blocks are the tensors computed, whose slices are the output."""
 
     block: int
     begin: int
     width: int
-    is_whole: bool
+    is_whole_block: bool
 
 
 class TargetAttentionPooling(nn.Module):
-    """Pools what was looked up: histories by attention, other sequences by sum or mean.
+    """Pools histories by attention, and other features by sum or mean.
 
-    A module of its own, with no sharded child, is a leaf for TorchRec's tracers: what branches on
-    the batch must be in here for the lookups to be pipelined.
+    It branches on the batch, which TorchRec's tracers do not support. As a module without sharded
+    submodules it is a leaf for these tracers, so that training pipelines find the lookups.
+
+    Args:
+        tables: all tables, in the order of the output.
+        sequence_tables: tables of each EmbeddingCollection.
+        bag_tables: tables of the EmbeddingBagCollection.
+        attentions: configurations of the attentions.
+        is_weighted: whether batches have weights.
+        candidates: keys with one id per candidate; empty with one candidate per sample.
+        single_ids: keys with exactly one id per sample.
+        device: device of the parameters.
     """
 
-    # torch.jit.script infers neither records nor what empty lists hold.
+    # torch.jit.script infers no types of records and of empty lists.
     _targets: list[_Source]
-    _singles: list[_Source]
+    _single_ids: list[_Source]
     _attentions: list[_Attention]
     _pooled: list[tuple[list[_Source], str]]
     _slices: list[_Slice]
-    _bags: list[str]
+    _bag_names: list[str]
 
     def __init__(
         self,
-        tables: list[EmbeddingBagConfig],  # all of them, in the order of the output
-        sequence_tables: list[list[EmbeddingBagConfig]],  # of each EmbeddingCollection
-        bag_tables: list[EmbeddingBagConfig],  # of the EmbeddingBagCollection
+        tables: list[EmbeddingBagConfig],
+        sequence_tables: list[list[EmbeddingBagConfig]],
+        bag_tables: list[EmbeddingBagConfig],
         attentions: list[TargetAttentionConfig],
         is_weighted: bool,
-        candidates: list[str],  # keys with an id per candidate; none where samples are candidates
-        singles: list[str],  # keys with exactly one id in each sample
+        candidates: list[str],
+        single_ids: list[str],
         device: torch.device | None,
     ) -> None:
         super().__init__()
@@ -108,13 +118,13 @@ class TargetAttentionPooling(nn.Module):
             for table in tables
             for name in table.feature_names
         }
-        for config in attentions:
-            if config.history_codes is not None:
-                _check_is_new("history", config.histories[0], widths)
-                widths[config.histories[0]] = check_codes(config.history_codes, None)
-        self._is_weighted, self._is_of_requests = is_weighted, bool(candidates)
+        self._is_weighted, self._has_requests = is_weighted, bool(candidates)
         self._attentions = [_attention(config, tables, sources) for config in attentions]
         self._num_lookups = len(sequence_tables)
+        for attention in self._attentions:
+            if attention.num_bytes > 0:
+                _check_is_new("history", attention.keys[0], widths)
+                widths[attention.keys[0]] = attention.width
         for attention in self._attentions:
             if attention.user_key:
                 _check_is_new("user_embedding", attention.user_key, widths)
@@ -128,31 +138,30 @@ class TargetAttentionPooling(nn.Module):
         }
         histories = {source.key for attention in self._attentions for source in attention.histories}
         self._targets = list(targets.values())
-        self._singles = [source for source in sources.values() if source.feature in singles]
+        self._single_ids = [x for x in sources.values() if x.feature in single_ids]
         modes = {table.name: pooling_type_to_str(table.pooling) for table in tables}
         pooled: dict[tuple[int, str], list[_Source]] = {}
         for (table, _), source in sources.items():
             is_pooled = source.key not in targets and source.key not in histories
-            if is_pooled and source.feature not in singles:
+            if is_pooled and source.feature not in single_ids:
                 pooled.setdefault((source.lookup, modes[table]), []).append(source)
-        self._pooled = [(of_mode, mode) for (_, mode), of_mode in pooled.items()]
+        self._pooled = [(same_mode, mode) for (_, mode), same_mode in pooled.items()]
         bags = {name: keys[feature] for feature, name in _names(bag_tables).items()}
-        self._bags = list(bags)
-        # The keys of the tensors that forward makes, in its order.
-        of_candidates = [
+        self._bag_names = list(bags)
+        # The keys of each block that forward computes, in its order.
+        candidate_blocks = [
             *([source.key] for source in self._targets),
             *(attention.keys for attention in self._attentions),
         ]
-        of_samples = [
-            *([source.key] for source in self._singles),
-            *([source.key for source in of_mode] for of_mode, _ in self._pooled),
+        sample_blocks = [
+            *([source.key] for source in self._single_ids),
+            *([source.key for source in same_mode] for same_mode, _ in self._pooled),
             *([x.user_key] for x in self._attentions if x.user_key),
             list(bags.values()),
         ]
         if candidates:
-            of_samples = [list(itertools.chain.from_iterable(of_samples))]
-        blocks = [*of_candidates, *of_samples]
-        self._slices = _slices(widths, blocks)
+            sample_blocks = [list(itertools.chain.from_iterable(sample_blocks))]
+        self._slices = _slices(widths, candidate_blocks + sample_blocks)
 
         self.encoders = nn.ModuleList(
             _encoder(config, attention.width, device)
@@ -184,18 +193,22 @@ class TargetAttentionPooling(nn.Module):
         keep_dtype: bool = False,
         is_empty: bool = False,
     ) -> KeyedTensor:
-        """``[B, sum of widths]`` by the keys of ``EmbeddingBagCollection(tables)``, then users'; of
-        requests ``[ΣT, sum of widths]``. With ``keep_dtype``, in the dtype of the sequences.
+        """Return the output of the collection.
 
-        ``sequences`` are of each EmbeddingCollection, ``bags`` of the EmbeddingBagCollection.
-        Histories with gather ``indices`` ``[N]``, by their keys of the output, have values ``[U,
-        D]``. ``bags`` have a sample where ``is_empty``: they are waited for at the same point on
-        all ranks, or the exchanges of backward would be out of order.
+        Args:
+            features: the batch.
+            sequences: output of each EmbeddingCollection.
+            bags: output of the EmbeddingBagCollection.
+            indices: gather indices ``[N]`` of histories with values ``[U, D]``, by their keys in
+                the output.
+            keep_dtype: whether the output has the dtype of the sequences.
+            is_empty: whether the batch has no sample. ``bags`` has one sample then: all ranks must
+                wait for it at the same point, so that backward exchanges rows in the same order.
         """
-        looked_up = [_rows(x, sequences) for x in self._targets]
-        candidates = looked_up[0]
+        target_rows = [_rows(x, sequences) for x in self._targets]
+        candidates = target_rows[0]
         names = [x.feature for x in self._targets]
-        rows = _rows_of_features(looked_up, names, "target", self._is_of_requests)
+        rows = _single_rows(target_rows, names, "target", self._has_requests)
         targets: dict[str, Tensor] = {}
         blocks: list[Tensor] = []
         for i, x in enumerate(self._targets):
@@ -204,7 +217,7 @@ class TargetAttentionPooling(nn.Module):
             if self._is_weighted:
                 weighted = weighted * _weights(features, x.feature).unsqueeze(1)
             blocks.append(weighted)
-        # First, since queries are sent meanwhile where rows stay.
+        # Before pooling: with attention on owner ranks, queries are sent in the meantime.
         users: list[Tensor] = []
         for i, (encode, attend) in enumerate(zip(self.encoders, self.attentions)):  # noqa: B905
             attention = self._attentions[i]
@@ -212,12 +225,14 @@ class TargetAttentionPooling(nn.Module):
             if attention.num_bytes > 0:
                 history = _codes(features, keys, attention.num_bytes)
             else:
-                history = _side_by_side([_rows(x, sequences) for x in attention.histories], keys)
+                history = _concatenate_columns(
+                    [_rows(x, sequences) for x in attention.histories], keys
+                )
             reference = history
             gathered: Tensor | None = None
             if indices is not None and attention.keys[0] in indices:
                 gathered = indices[attention.keys[0]]
-                reference = _of_samples(gathered, history)
+                reference = _with_offsets_of(history, gathered)
             timestamps: Tensor | None = None
             if attention.timestamps != "":
                 timestamps = _timestamps(features, attention.timestamps, reference, keys[0])
@@ -230,54 +245,54 @@ class TargetAttentionPooling(nn.Module):
             history = encode(history, weights)
             joined = _join([targets[x.key] for x in attention.targets])
             target: Tensor | JaggedTensor = joined
-            if self._is_of_requests:
-                target = _of_samples(joined, candidates)
+            if self._has_requests:
+                target = _with_offsets_of(candidates, joined)
             pooled_history = attend(
                 target, history, timestamps, weights, indices=gathered, request_time=request_time
             )
             blocks.append(pooled_history)
             if attention.user_key != "":
                 users.append(_newest_rows(history))
-        singles = [_rows(x, sequences) for x in self._singles]
-        names = [x.feature for x in self._singles]
-        rows = _rows_of_features(singles, names, "single_id_features", False)
-        of_samples: list[Tensor] = []
-        for i, x in enumerate(self._singles):
+        single_rows = [_rows(x, sequences) for x in self._single_ids]
+        names = [x.feature for x in self._single_ids]
+        rows = _single_rows(single_rows, names, "single_id_features", False)
+        sample_blocks: list[Tensor] = []
+        for i, x in enumerate(self._single_ids):
             single = rows[i]
             if self._is_weighted:
                 single = (single * _weights(features, x.feature).unsqueeze(1)).to(single.dtype)
-            of_samples.append(single)
-        for of_mode, mode in self._pooled:
+            sample_blocks.append(single)
+        for same_mode, mode in self._pooled:
             pooled_weights: list[Tensor] | None = None
             if self._is_weighted:
-                pooled_weights = [_weights(features, x.feature) for x in of_mode]
-            pooled = [_rows(x, sequences) for x in of_mode]
-            of_samples.append(_segment_reduce(pooled, pooled_weights, mode))
-        of_samples = of_samples + users
-        blocks = _waited_for(blocks)
+                pooled_weights = [_weights(features, x.feature) for x in same_mode]
+            pooled = [_rows(x, sequences) for x in same_mode]
+            sample_blocks.append(_segment_reduce(pooled, pooled_weights, mode))
+        sample_blocks = sample_blocks + users
+        blocks = _wait_for_all(blocks)
         # Last, so that the exchange of the pooled rows between ranks overlaps with the attention.
         if bags is not None:
-            of_bags = _in_order(bags, self._bags)
-            of_samples.append(of_bags[:0] if is_empty else of_bags)
-        if self._is_of_requests and len(of_samples) > 0:
-            of_samples = [repeat_per_candidate(_join(of_samples), candidates)]
-        blocks = blocks + of_samples
+            bag_block = _bag_columns(bags, self._bag_names)
+            sample_blocks.append(bag_block[:0] if is_empty else bag_block)
+        if self._has_requests and len(sample_blocks) > 0:
+            sample_blocks = [repeat_per_candidate(_join(sample_blocks), candidates)]
+        blocks = blocks + sample_blocks
         values = _join([_columns(blocks[x.block], x) for x in self._slices])
         if keep_dtype:
             values = values.to(candidates.values().dtype)
         return KeyedTensor(keys=self._keys, length_per_key=self._widths, values=values)
 
-    def histories(self) -> list[dict[str, HistoryFeatures]]:
-        """The histories of each lookup, by what it calls their rows."""
-        histories: list[dict[str, HistoryFeatures]] = [{} for _ in range(self._num_lookups)]
+    def histories(self) -> list[dict[str, HistoryFeature]]:
+        """Return the histories of each EmbeddingCollection, by their names in its output."""
+        histories: list[dict[str, HistoryFeature]] = [{} for _ in range(self._num_lookups)]
         capacities = self.capacities()
         for attention, encoder in zip(self._attentions, self.encoders, strict=True):
-            stays = not any(encoder.children()) and len(attention.histories) == 1
+            is_local = not any(encoder.children()) and len(attention.histories) == 1
             for source in attention.histories:
-                histories[source.lookup][source.name] = HistoryFeatures(
+                histories[source.lookup][source.name] = HistoryFeature(
                     source.feature,
                     source.key,
-                    stays,
+                    is_local,
                     attention.timestamps,
                     attention.request_time,
                     self._is_weighted,
@@ -286,9 +301,9 @@ class TargetAttentionPooling(nn.Module):
         return histories
 
     def capacities(self) -> dict[str, str]:
-        """Names of the capacities of histories and their timestamps, by keys of batches.
+        """Return names of the capacities of histories and timestamps, by their keys in the batch.
 
-        Features with equal numbers of rows share a capacity, which has the name of one of them.
+        Features with equal numbers of rows share a capacity, whose name is one of the features.
         """
         names: dict[str, str] = {}
         for attention in self._attentions:
@@ -299,22 +314,24 @@ class TargetAttentionPooling(nn.Module):
         return names
 
     def fixed_rows(self) -> list[set[str]]:
-        """The features of each lookup that have one row per sample or candidate, by their names in
-        its output.
+        """Return the features of each EmbeddingCollection with one row per sample or candidate, by
+        their names in its output.
         """
         fixed_rows: list[set[str]] = [set() for _ in range(self._num_lookups)]
-        for source in (*self._targets, *self._singles):
+        for source in (*self._targets, *self._single_ids):
             fixed_rows[source.lookup].add(source.name)
         return fixed_rows
 
     def fixed_keys(self) -> set[str]:
-        """The keys of batches that have one value per sample or candidate."""
-        keys = {source.feature for source in (*self._targets, *self._singles)}
+        """Return the keys of the batch with one value per sample or candidate."""
+        keys = {source.feature for source in (*self._targets, *self._single_ids)}
         return keys | {x.request_time for x in self._attentions if x.request_time}
 
 
 def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
-    """What a lookup calls each table's feature: ``feature@table`` where several tables hold it."""
+    """Return the name of each feature of each table in the output of a lookup: ``feature``, or
+    ``feature@table`` if several tables contain the feature.
+    """
     return {
         (table.name, feature): name
         for table, names in zip(tables, get_embedding_names_by_table(tables), strict=True)
@@ -323,14 +340,14 @@ def _names(tables: list[EmbeddingBagConfig]) -> dict[tuple[str, str], str]:
 
 
 def _rows(source: _Source, sequences: list[dict[str, JaggedTensor]]) -> JaggedTensor:
-    """Those of ``source``, among what all lookups give."""
+    """Return the rows of ``source``."""
     return sequences[source.lookup][source.name]
 
 
 def _sources(
     sequence_tables: list[list[EmbeddingBagConfig]], keys: dict[tuple[str, str], str]
 ) -> dict[tuple[str, str], _Source]:
-    """Where the rows of each table's feature come from; ``keys`` are those of the output."""
+    """Return the source of each feature of each table, given their keys in the output."""
     sources = {}
     for lookup, tables in enumerate(sequence_tables):
         widths = {table.name: table.embedding_dim for table in tables}
@@ -395,25 +412,28 @@ def _width(sources: list[_Source]) -> int:
     return sum(source.width for source in sources)
 
 
-def _columns(block: Tensor, of: _Slice) -> Tensor:
-    return block if of.is_whole else block.narrow(1, of.begin, of.width)
+def _columns(block: Tensor, columns: _Slice) -> Tensor:
+    return block if columns.is_whole_block else block.narrow(1, columns.begin, columns.width)
 
 
 def _slices(widths: dict[str, int], blocks: list[list[str]]) -> list[_Slice]:
-    """Where columns of the output (keys and ``widths``) lie, from left to right, in tensors of the
-    keys ``blocks``: as few slices as there can be.
+    """Return the slices of the output from left to right, as few as possible.
+
+    Args:
+        widths: width of each key of the output, in order.
+        blocks: keys of each block.
     """
     begins = {}
     for block, keys in enumerate(blocks):
         ends = itertools.accumulate(widths[key] for key in keys)
         begins |= {key: (block, end - widths[key]) for key, end in zip(keys, ends, strict=True)}
-    of_blocks = [sum(widths[key] for key in keys) for keys in blocks]
+    block_widths = [sum(widths[key] for key in keys) for keys in blocks]
     slices: list[_Slice] = []
     for key, width in widths.items():
         block, begin = begins[key]
         if slices and slices[-1].block == block and sum(slices[-1][1:3]) == begin:
             begin, width = slices[-1].begin, slices.pop().width + width
-        slices.append(_Slice(block, begin, width, width == of_blocks[block]))
+        slices.append(_Slice(block, begin, width, width == block_widths[block]))
     return slices
 
 
@@ -421,16 +441,16 @@ def _join(tensors: list[Tensor], dim: int = 1) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
 
 
-# What branches on the batch is a leaf for FX. torch.jit.script compiles these, but not the checks.
+# Leaves for FX, because they branch on the batch. torch.jit.script compiles all but the checks.
 
 
 @torch.fx.wrap
-def _rows_of_features(
-    sequences: list[JaggedTensor], names: list[str], argument: str, is_of_requests: bool
+def _single_rows(
+    sequences: list[JaggedTensor], names: list[str], argument: str, has_requests: bool
 ) -> list[Tensor]:
-    """``[B, D]`` rows of each feature, one per sample; of candidates of requests, ``[ΣT, D]``."""
+    """Return the rows of each feature, ``[B, D]``; of candidates of requests, ``[ΣT, D]``."""
     if not is_scripting():
-        if is_of_requests:
+        if has_requests:
             for sequence, name in zip(sequences[1:], names[1:], strict=True):
                 check_equal_lengths(sequence, name, sequences[0], names[0])
         else:
@@ -439,8 +459,8 @@ def _rows_of_features(
 
 
 @torch.fx.wrap
-def _of_samples(rows: Tensor, like: JaggedTensor) -> JaggedTensor:
-    """``rows`` as those of ``like`` are divided among samples."""
+def _with_offsets_of(like: JaggedTensor, rows: Tensor) -> JaggedTensor:
+    """Return a JaggedTensor of ``rows`` with the lengths and offsets of ``like``."""
     return JaggedTensor(rows, lengths=like.lengths(), offsets=like.offsets())
 
 
@@ -448,21 +468,22 @@ def _of_samples(rows: Tensor, like: JaggedTensor) -> JaggedTensor:
 def _segment_reduce(
     sequences: list[JaggedTensor], weights: list[Tensor] | None, mode: str
 ) -> Tensor:
-    """``[B, F D]`` sum or mean of each sample's rows in ``F`` sequences, zero for none.
+    """Return the sum or mean of each sample's rows in ``F`` sequences, ``[B, F D]``; zero for empty
+    samples.
 
-    As FBGEMM takes it: added up in fp32 and rounded to the dtype of the rows, and the mean of
-    weighted rows is divided by their number.
+    Like FBGEMM, this accumulates in fp32, rounds to the dtype of the rows, and divides the mean of
+    weighted rows by their number.
     """
     if not is_scripting() and _have_padding(sequences):
         return _segment_reduce_padded(sequences, weights, mode)
-    looked_up = _join([sequence.values() for sequence in sequences], 0)
-    rows = looked_up.float()
+    values = _join([sequence.values() for sequence in sequences], 0)
+    rows = values.float()
     if weights is not None:
         rows = rows * _join(weights, 0).unsqueeze(1)
     lengths = _join([sequence.lengths() for sequence in sequences], 0)
     reduced = torch.segment_reduce(rows, mode, lengths=lengths, initial=0, unsafe=True)
     by_sample = reduced.view(len(sequences), -1, rows.shape[1]).transpose(0, 1)
-    return by_sample.to(looked_up.dtype, memory_format=torch.contiguous_format).flatten(1)
+    return by_sample.to(values.dtype, memory_format=torch.contiguous_format).flatten(1)
 
 
 def _have_padding(sequences: list[JaggedTensor]) -> bool:
@@ -472,8 +493,8 @@ def _have_padding(sequences: list[JaggedTensor]) -> bool:
 def _segment_reduce_padded(
     sequences: list[JaggedTensor], weights: list[Tensor] | None, mode: str
 ) -> Tensor:
-    """:func:`_segment_reduce` of each sequence by itself, since padding is between them. Gradients
-    of padding are zero.
+    """Apply :func:`_segment_reduce` to each sequence, because there is padding between sequences.
+    Gradients of padding are zero.
     """
     reduced = [
         _segment_reduce([sequence], None if weights is None else [weights[i]], mode)
@@ -483,8 +504,10 @@ def _segment_reduce_padded(
 
 
 @torch.fx.wrap
-def _in_order(bags: KeyedTensor, names: list[str]) -> Tensor:
-    """``[B, sum of widths]`` of all bags; sharded in several ways, they come in another order."""
+def _bag_columns(bags: KeyedTensor, names: list[str]) -> Tensor:
+    """Return the pooled rows of ``names``, ``[B, sum of widths]``. Lookups with several sharding
+    types return them in another order.
+    """
     if not is_scripting():
         check_bags(bags)
     if bags.keys() == names:
@@ -494,35 +517,36 @@ def _in_order(bags: KeyedTensor, names: list[str]) -> Tensor:
 
 
 @torch.fx.wrap
-def _side_by_side(sequences: list[JaggedTensor], names: list[str]) -> JaggedTensor:
-    """The rows of equally long sequences, concatenated to ``[N, sum of widths]``."""
+def _concatenate_columns(sequences: list[JaggedTensor], names: list[str]) -> JaggedTensor:
+    """Concatenate the rows of sequences of equal lengths: ``[N, sum of widths]``."""
     first = sequences[0]
     if len(sequences) == 1:
         return first
     if not is_scripting():
         for sequence, name in zip(sequences, names, strict=True):
             check_equal_lengths(sequence, name, first, names[0])
-    return _of_samples(torch.cat([sequence.values() for sequence in sequences], dim=1), first)
+    return _with_offsets_of(first, torch.cat([x.values() for x in sequences], dim=1))
 
 
 @torch.fx.wrap
 def _codes(features: KeyedJaggedTensor, names: list[str], num_bytes: int) -> JaggedTensor:
-    """``[N, num_bytes]`` uint8: the first bytes of the int64 values of ``names``."""
-    packed = [of_each_sample(features, name) for name in names]
-    history = _side_by_side([_of_samples(x.values().unsqueeze(1), x) for x in packed], names)
+    """Return the first bytes of the int64 values of ``names``, ``[N, num_bytes]`` uint8."""
+    packed = [read_feature(features, name) for name in names]
+    columns = [_with_offsets_of(x, x.values().unsqueeze(1)) for x in packed]
+    history = _concatenate_columns(columns, names)
     rows = history.values()
-    if is_scripting():  # which knows no view of other numbers
+    if is_scripting():  # torch.jit.script does not support views of another dtype
         shifts = 8 * torch.arange(8, device=rows.device)
-        bytes_of = torch.bitwise_right_shift(rows.unsqueeze(2), shifts).to(torch.uint8).flatten(1)
-        return _of_samples(bytes_of[:, :num_bytes], history)
+        unpacked = torch.bitwise_right_shift(rows.unsqueeze(2), shifts).to(torch.uint8).flatten(1)
+        return _with_offsets_of(history, unpacked[:, :num_bytes])
     if rows.dtype != torch.int64:
         raise TypeError(f"codes of {names} must be int64, got {rows.dtype}")
-    return _of_samples(rows.contiguous().view(torch.uint8)[:, :num_bytes], history)
+    return _with_offsets_of(history, rows.contiguous().view(torch.uint8)[:, :num_bytes])
 
 
 @torch.fx.wrap
-def _waited_for(blocks: list[Tensor]) -> list[Tensor]:
-    """All of ``blocks``, of which attention over rows that stay is yet to be waited for."""
+def _wait_for_all(blocks: list[Tensor]) -> list[Tensor]:
+    """Wait for attention on owner ranks, whose outputs are ``LazyAwaitable[Tensor]``."""
     if not is_scripting():
         return [x.wait() if isinstance(x, Awaitable) else x for x in blocks]
     return blocks
@@ -530,7 +554,7 @@ def _waited_for(blocks: list[Tensor]) -> list[Tensor]:
 
 @torch.fx.wrap
 def _newest_rows(history: JaggedTensor) -> Tensor:
-    """``[B, E]``: the last row of each history, zeros of one that is empty."""
+    """Return the last row of each history, ``[B, E]``; zeros for empty histories."""
     rows, offsets = history.values(), history.offsets()
     is_empty = offsets[1:] == offsets[:-1]
     padded = torch.cat([rows.new_zeros(1, rows.shape[1]), rows])
@@ -541,8 +565,8 @@ def _newest_rows(history: JaggedTensor) -> Tensor:
 def _timestamps(
     features: KeyedJaggedTensor, name: str, history: JaggedTensor, history_name: str
 ) -> Tensor:
-    """``[N]`` times of the rows of ``history``."""
-    timestamps = of_each_sample(features, name)
+    """Return the timestamps of the rows of ``history``, ``[N]``."""
+    timestamps = read_feature(features, name)
     if not is_scripting():
         check_equal_lengths(timestamps, name, history, history_name)
     return timestamps.values()
@@ -550,8 +574,8 @@ def _timestamps(
 
 @torch.fx.wrap
 def _request_time(features: KeyedJaggedTensor, name: str) -> Tensor:
-    """``[B]``, when each sample is scored."""
-    times = of_each_sample(features, name)
+    """Return the request time of each sample, ``[B]``."""
+    times = read_feature(features, name)
     if not is_scripting():
         check_single_rows([times], [name], "request_time", "integer")
     return times.values()
@@ -559,13 +583,13 @@ def _request_time(features: KeyedJaggedTensor, name: str) -> Tensor:
 
 @torch.fx.wrap
 def _weights(features: KeyedJaggedTensor, name: str) -> Tensor:
-    """``[N]`` weights of the rows of ``name``."""
-    return of_each_sample(features, name).weights()
+    """Return the weights of the rows of ``name``, ``[N]``."""
+    return read_feature(features, name).weights()
 
 
 @torch.fx.wrap
 def _prior_weights(features: KeyedJaggedTensor, name: str) -> Tensor:
-    """:func:`_weights` of a history, of rows before they are compared with a target."""
+    """Return the weights of the history ``name``, ``[N]``, which are prior weights of attention."""
     weights = _weights(features, name)
     if not is_scripting():
         check_history_weights(weights, name)

@@ -1,13 +1,13 @@
-"""Requests: batches whose samples have several candidates, or none."""
+"""``repeat_per_candidate``: repeats rows of requests, which have any number of candidates."""
 
-# FX and torch.jit.script read annotations, so they are no strings here.
+# FX and torch.jit.script read annotations, so they must not be strings.
 import torch
 from torch import Tensor
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.checks import check_float, check_shape
-from torchrec_jagged_attn.collection.padding import num_rows
+from torchrec_jagged_attn.collection.sharding.padding import num_rows
 from torchrec_jagged_attn.interaction.api import jagged_dense_add
 from torchrec_jagged_attn.interaction.gradients import jagged_dense_add as add_op
 
@@ -20,15 +20,15 @@ def repeat_per_candidate(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     Args:
         rows: ``[B, D]`` of requests, such as their dense features. fp32, bf16 or fp16 (on CPU also
             fp64).
-        candidates: of ``B`` requests: ids of a target, or their embeddings. Only their number and
+        candidates: ids of a target, or their embeddings, of ``B`` requests. Only their number and
             lengths are read.
 
     Returns:
         ``[ΣT, D]``, in the dtype of ``rows``.
 
     Raises:
-        TypeError: ``rows`` are of another dtype.
-        ValueError: ``rows`` are not as many as the requests of ``candidates``.
+        TypeError: ``rows`` has another dtype.
+        ValueError: ``rows`` does not have one row per request of ``candidates``.
 
     Example:
         >>> dense = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -41,10 +41,10 @@ def repeat_per_candidate(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     return _repeat(rows, candidates)
 
 
-_add = add_op.overloadpacket  # torch.jit.script takes the packet of an op, not its overloads
+_add = add_op.overloadpacket  # torch.jit.script supports the packet of an op, not its overloads
 
 
-@torch.fx.wrap  # a leaf for FX, which sees it wherever the function above is called
+@torch.fx.wrap  # a leaf for FX, wherever the public function is called
 def _repeat(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     if not is_scripting() and not isinstance(candidates, JaggedTensor):
         raise TypeError(f"candidates must be a JaggedTensor, got a {type(candidates).__name__}")

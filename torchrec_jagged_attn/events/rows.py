@@ -42,7 +42,7 @@ def select_rows(
         if scores is None:
             scores = torch.zeros(num_rows, device=offsets.device)
         lowest = -torch.inf if threshold is None else float(threshold)
-        is_kept = _call_highest_rows(offsets, scores, segments, keep, lowest)
+        is_kept = highest_rows(offsets, scores, segments, keep, lowest)
     new_offsets = F.pad(is_kept.cumsum(0), (1, 0))[offsets]
     if capacity is None:
         check_has_values(offsets, "capacity")
@@ -96,12 +96,12 @@ def _highest_rows(
 def _ordered(scores: Tensor) -> Tensor:
     """Integers of 32 bits in the order of fp32 or fp64 scores, equal for equal scores."""
     if scores.dtype == torch.float64:
-        return scores.unique(return_inverse=True)[1]
+        return torch.searchsorted(scores.sort().values, scores, out_int32=True)
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-highest_rows, _call_highest_rows = register_op_without_grad(
+highest_rows = register_op_without_grad(
     "highest_rows",
     forward=_highest_rows,
     fake=lambda offsets, scores, *_: scores.new_empty(scores.shape, dtype=torch.bool),

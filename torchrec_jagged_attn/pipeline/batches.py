@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.collection.padding import PaddedFeatures, Segments
+from torchrec_jagged_attn.collection.sharding.padding import PaddedFeatures, Segments
 
 
 @dataclass

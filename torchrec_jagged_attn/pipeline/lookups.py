@@ -18,9 +18,9 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
-from torchrec_jagged_attn.collection.looked_up import Capacities, LookedUp
-from torchrec_jagged_attn.collection.padding import PaddedJaggedTensor, Segments
+from torchrec_jagged_attn.collection.sharding.looked_up import Capacities, LookedUp
+from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor, Segments
+from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 
 
 class Lookup(Protocol):

@@ -17,8 +17,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.collection.looked_up import Capacities, block_sizes
-from torchrec_jagged_attn.collection.padding import PaddedValuesError, Segments
+from torchrec_jagged_attn.collection.sharding.looked_up import Capacities, block_sizes
+from torchrec_jagged_attn.collection.sharding.padding import PaddedValuesError, Segments
 from torchrec_jagged_attn.pipeline.batches import (
     StepInputs,
     clone_tensors,

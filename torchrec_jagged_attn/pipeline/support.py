@@ -19,7 +19,7 @@ from torchrec.distributed.types import ShardedModule, ShardingType
 from torchrec_jagged_attn.collection.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.collection.history_sharding import ShardedHistoryEmbeddingCollection
+from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 from torchrec_jagged_attn.pipeline.dense import dense_modules, dense_parameters
 
 # Arguments of TrainPipelineSparseDist that replace the forward, or free or reuse inputs.

@@ -1,6 +1,6 @@
 """Tensors of varying size, and their counterparts of fixed size for a CUDA graph."""
 
-# torch.jit.script reads annotations, so they are no strings here.
+# torch.jit.script reads annotations, so they must not be strings.
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
@@ -9,18 +9,18 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
 class Segments(NamedTuple):
-    """A tensor whose first dimension holds segments of varying size, one after the other.
+    """A tensor whose first dimension is divided into segments of varying size.
 
-    Its static counterpart holds a block of ``capacity + spare`` rows for each segment: the rows of
-    the segment, followed by ``fill``. A segment without a name always has as many rows as at the
+    Its static counterpart contains a block of ``capacity + spare`` rows for each segment: the rows
+    of the segment, followed by ``fill``. A segment without a name always has as many rows as at the
     capture, and no spare rows. Segments with the same name share a capacity.
     """
 
     tensor: Tensor  # [sum(counts), …]
     counts: list[int]  # rows of each segment
     names: list[str | None]  # of the capacities; None if the count never varies within a capture
-    spare: int = 0  # rows behind the capacity of each segment that has a name
-    fill: int | None = 0  # value of the rows behind each segment; None: rows of earlier steps stay
+    spare: int = 0  # rows after the capacity of each segment with a name
+    fill: int | None = 0  # value of the rows after each segment; None: rows of earlier steps
 
 
 class PaddedJaggedTensor(JaggedTensor):

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_jagged_attn.collection.id_exchange import Feature, OwnedIds
-from torchrec_jagged_attn.collection.padding import Segments
+from torchrec_jagged_attn.collection.sharding.id_exchange import Feature, OwnedIds
+from torchrec_jagged_attn.collection.sharding.padding import Segments
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows
 
 SPARE = 1
-"""Rows behind the capacity of each segment of rows on an owner rank."""
+"""Number of spare rows that follow the capacity of each segment of rows on an owner rank."""
 
 Capacities = Callable[[str | None, int], int]
-"""Function of the name of a capacity, and a number of rows, that returns the capacity."""
+"""Function of the name of a capacity and a number of rows that returns the capacity."""
 
 
-class SentFeatures(NamedTuple):
+class SendGroup(NamedTuple):
     """Features whose rows are sent by one all-to-all, and the names of capacities.
 
     A capacity limits the rows of one feature from one owner rank to one source rank. Its name is
@@ -40,7 +40,7 @@ class SentFeatures(NamedTuple):
     recv_capacities: list[str | None]  # from each owner rank, of each feature
 
     @classmethod
-    def create(cls, features: list[Feature], rank: int, num_ranks: int) -> SentFeatures:
+    def create(cls, features: list[Feature], rank: int, num_ranks: int) -> SendGroup:
         ranks = range(num_ranks)
         return cls(
             f"{features[0].name}{', …' if len(features) > 1 else ''}",
@@ -78,8 +78,8 @@ class Padding(NamedTuple):
     There is one block of rows for each owner rank and feature.
     """
 
-    recv_ends: Tensor  # [blocks] int64, where the rows of each block end without padding
-    recv_starts: Tensor  # [blocks] int64, where they start with padding
+    recv_ends: Tensor  # [blocks] int64, end of each block without padding
+    recv_starts: Tensor  # [blocks] int64, start of each block with padding
     spare: int  # index of a spare row
 
     @classmethod
@@ -102,19 +102,19 @@ class Padding(NamedTuple):
 class SentRows(NamedTuple):
     """Rows that are sent to the source ranks of their samples by one all-to-all."""
 
-    sent: SentFeatures
+    group: SendGroup
     rows: Tensor  # [sum(send_counts), D], of the samples of each source rank
     send_counts: list[int]  # rows to each source rank, of each feature
     recv_counts: list[int]  # rows from each owner rank, of each feature
     # [sum(counts)] int64: the index, among the rows received, of each row of this rank's samples.
-    # None if it is its own.
+    # None if both are in the same order.
     order: Tensor | None
     counts: list[int]  # rows of each feature of this rank's samples
     padding: Padding | None = None
 
     def tensors(self) -> dict[str, Tensor | Segments]:
-        rows = Segments(self.rows, self.send_counts, self.sent.send_capacities, SPARE)
-        return {f"{self.sent.name}: rows": rows} | self.order_tensors()
+        rows = Segments(self.rows, self.send_counts, self.group.send_capacities, SPARE)
+        return {f"{self.group.name}: rows": rows} | self.order_tensors()
 
     def order_tensors(self) -> dict[str, Tensor | Segments]:
         """Return the tensors that a source rank reads besides the rows that it receives."""
@@ -124,25 +124,25 @@ class SentRows(NamedTuple):
         # From pinned memory: a copy from any other waits for the device.
         ends = [*itertools.accumulate(self.recv_counts)]
         ends = torch.tensor(ends, pin_memory=device.type == "cuda")
-        capacities = [feature.capacity for feature in self.sent.features]
+        capacities = [feature.capacity for feature in self.group.features]
         return {
-            f"{self.sent.name}: order": Segments(order, self.counts, capacities, fill=-1),
-            f"{self.sent.name}: ends of rows received": ends.to(device, non_blocking=True),
+            f"{self.group.name}: order": Segments(order, self.counts, capacities, fill=-1),
+            f"{self.group.name}: ends of rows received": ends.to(device, non_blocking=True),
         }
 
     def with_tensors(self, tensors: dict[str, Tensor], capacities: Capacities) -> SentRows:
-        sent = self.sent
-        recv = block_sizes(sent.recv_capacities, self.recv_counts, capacities)
-        recv_ends = tensors[f"{sent.name}: ends of rows received"]
-        features = zip(sent.features, self.counts, strict=True)
+        group = self.group
+        recv = block_sizes(group.recv_capacities, self.recv_counts, capacities)
+        recv_ends = tensors[f"{group.name}: ends of rows received"]
+        features = zip(group.features, self.counts, strict=True)
         return SentRows(
-            sent,
-            tensors[f"{sent.name}: rows"],
-            block_sizes(sent.send_capacities, self.send_counts, capacities),
+            group,
+            tensors[f"{group.name}: rows"],
+            block_sizes(group.send_capacities, self.send_counts, capacities),
             recv,
-            tensors[f"{sent.name}: order"],
+            tensors[f"{group.name}: order"],
             [capacities(feature.capacity, count) for feature, count in features],
-            Padding.create(recv_ends, sent.recv_capacities, recv),
+            Padding.create(recv_ends, group.recv_capacities, recv),
         )
 
 

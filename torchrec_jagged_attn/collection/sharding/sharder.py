@@ -1,14 +1,10 @@
-"""``HistoryEmbeddingCollectionSharder``: rows of histories stay with their shard.
+"""``HistoryEmbeddingCollectionSharder``: keeps the rows of histories on their owner ranks.
 
-Ids of all features go to the owners of their rows, see ``id_exchange.py``. Owners look them up, all
-that are in a table at once, so that a row that both a target and histories have is updated once.
-Rows of histories stay there for :mod:`torchrec_jagged_attn.modules.owned_rows`. All others are sent
-back to the samples, such as those of targets; and histories that an attention must have whole, in
-one copy.
-
-TorchRec has no public API for this. Only this file, ``history_planner.py``, ``lookup_rows.py`` and
-``lookup_bags.py`` read its private names; ``test_rows_that_stay.py`` and ``test_planner.py`` of
-``tests/torchrec`` fail where they change.
+Ids of all features are sent to the owner ranks of their rows (``id_exchange.py``). Owner ranks look
+up all ids of a table together, so that a row that both a target and histories contain is updated
+once. Rows of local histories are read there by attention, see
+:mod:`torchrec_jagged_attn.modules.owned_rows`. The rows of all other features, and of histories
+that are not local, are sent back to the source ranks of their samples.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding import (
     EmbeddingCollectionContext,
@@ -40,21 +36,16 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.collection.batch_checks import has_no_sample, one_sample_without_ids
-from torchrec_jagged_attn.collection.id_exchange import (
-    Feature,
-    HistoryFeatures,
-    IdExchange,
-    Received,
-)
-from torchrec_jagged_attn.collection.looked_up import (
+from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
+from torchrec_jagged_attn.collection.sharding.id_exchange import Feature, IdExchange, Received
+from torchrec_jagged_attn.collection.sharding.looked_up import (
     SPARE,
     Capacities,
     LocalHistory,
     LookedUp,
     Padding,
     ReplicatedRows,
-    SentFeatures,
+    SendGroup,
     SentRows,
     block_sizes,
     local_capacity,
@@ -62,7 +53,8 @@ from torchrec_jagged_attn.collection.looked_up import (
     sent_capacity,
     static_local_ids,
 )
-from torchrec_jagged_attn.collection.padding import PaddedJaggedTensor, Segments
+from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor, Segments
+from torchrec_jagged_attn.collection.sharding.tables import fixed_rows_in, histories_in
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
 
 SHARDING_TYPES = (
@@ -72,79 +64,61 @@ SHARDING_TYPES = (
 )
 
 
-def set_histories(collection: nn.Module, histories: dict[str, HistoryFeatures]) -> None:
-    """Tell the sharder which rows of ``collection`` are histories, by their names in it."""
-    collection.__dict__["_histories"] = histories
-
-
-def set_fixed_rows(collection: nn.Module, names: set[str]) -> None:
-    """Tell the sharder which features of ``collection`` have one row per sample or candidate, by
-    their names in its output.
-    """
-    collection.__dict__["_fixed_rows"] = names
-
-
-def histories_of(collection: nn.Module) -> dict[str, HistoryFeatures]:
-    return collection.__dict__.get("_histories", {})
-
-
-def fixed_rows_of(collection: nn.Module) -> set[str]:
-    return collection.__dict__.get("_fixed_rows", set())
-
-
-def _codecs_of(registry: dict[str, QuantizedCommCodecs] | None) -> QuantizedCommCodecs | None:
+def _sequence_codecs(registry: dict[str, QuantizedCommCodecs] | None) -> QuantizedCommCodecs | None:
     return (registry or {}).get(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name)
 
 
-class _Rows(LazyAwaitable[dict[str, JaggedTensor]]):
-    """Rows received from owner ranks, which are waited for, and rows that are not sent."""
+class _Output(LazyAwaitable[dict[str, JaggedTensor]]):
+    """The output of the collection: rows that ``waits`` return, and rows that were not sent."""
 
     def __init__(
-        self, local: dict[str, JaggedTensor], sent: Sequence[Callable[[], dict[str, JaggedTensor]]]
+        self, not_sent: dict[str, JaggedTensor], waits: list[Callable[[], dict[str, JaggedTensor]]]
     ) -> None:
         super().__init__()
-        self._local, self._sent = local, sent
+        self._not_sent, self._waits = not_sent, waits
 
     def _wait_impl(self) -> dict[str, JaggedTensor]:
-        if self._result is None:  # else a hook has looked at it
-            sent = {name: rows for wait in self._sent for name, rows in wait().items()}
-            self._result = sent | self._local
+        if self._result is None:  # a hook may have waited before
+            sent = {name: rows for wait in self._waits for name, rows in wait().items()}
+            self._result = sent | self._not_sent
         return self._result
 
 
 class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
-    """An EmbeddingCollection on several ranks, which gives each history as a
-    :class:`RemoteHistory` or, where it cannot stay, as a JaggedTensor.
+    """An EmbeddingCollection on several ranks, whose output contains local histories as
+    :class:`RemoteHistory` and all other features as JaggedTensor.
+
+    Args:
+        module: its tables are :class:`HistoryTableConfig`.
+        *args, **kwargs: as for ``ShardedEmbeddingCollection``.
     """
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
-        group = self._env.process_group
-        assert group is not None
-        histories, fixed_rows = histories_of(module), fixed_rows_of(module)
-        self._capacities: dict[str, str | None] = {}  # names, see ``padding.py``
-        self._replicated: dict[int, dict[str, str]] = {}
+        assert self._env.process_group is not None
+        assert self._device is not None
+        # A training pipeline may replace the group of the exchange of ids, but not this one.
+        self._group = self._env.process_group
+        rank, num_ranks = self._group.rank(), self._group.size()
+        histories, fixed_rows = histories_in(module), fixed_rows_in(module)
+        self._capacities: dict[str, str | None] = {}  # names by feature, see ``padding.py``
+        self._replicated: dict[int, dict[str, str]] = {}  # by lookup: keys in the batch, by feature
         features: list[Feature] = []
-        for at, (kind, sharding) in enumerate(self._sharding_type_to_sharding.items()):
-            names = dict(zip(sharding.embedding_names(), sharding.feature_names(), strict=True))
-            self._capacities |= {
-                name: None
-                if name in fixed_rows
-                else histories[name].capacity
-                if name in histories
-                else key
-                for name, key in names.items()
-            }
+        for i, (kind, sharding) in enumerate(self._sharding_type_to_sharding.items()):
+            keys = dict(zip(sharding.embedding_names(), sharding.feature_names(), strict=True))
+            for name, key in keys.items():
+                capacity = histories[name].capacity if name in histories else key
+                self._capacities[name] = None if name in fixed_rows else capacity
             if kind == ShardingType.DATA_PARALLEL.value:
-                self._replicated[at] = names
+                self._replicated[i] = keys
                 continue
-            owners = {name: [*range(group.size())] for name in names}
+            owners = {name: [*range(num_ranks)] for name in keys}
             if kind == ShardingType.TABLE_WISE.value:
                 counts = enumerate(sharding.features_per_rank())
-                ranks = [rank for rank, count in counts for _ in range(count)]
-                owners = {name: [rank] for name, rank in zip(names, ranks, strict=True)}
-            sizes = {
-                name: -(-table.num_embeddings // len(owners[name]))
+                owner_per_feature = [owner for owner, count in counts for _ in range(count)]
+                owners = {x: [owner] for x, owner in zip(keys, owner_per_feature, strict=True)}
+            num_rows = {
+                name: table.num_embeddings
                 for table in sharding.embedding_tables()
                 for name in table.embedding_names
             }
@@ -152,43 +126,38 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 Feature(
                     name,
                     key,
-                    at,
+                    i,
                     owners[name],
-                    sizes[name],
+                    -(-num_rows[name] // len(owners[name])),
                     histories.get(name),
                     self._capacities[name],
                 )
-                for name, key in names.items()
+                for name, key in keys.items()
             ]
-        assert self._device is not None
-        # A training pipeline may replace the group of the exchange of ids.
-        self._group = group
-        self._exchange = IdExchange(features, group, self._device)
-        rank, num_ranks = group.rank(), group.size()
-        self._sent = [SentFeatures.create(x, rank, num_ranks) for x in self._exchange.groups]
-        self._local_histories = [x for x in self._exchange.features if x.stays]
-        self._codecs = _codecs_of(self.qcomm_codecs_registry)
+        self._exchange = IdExchange(features, self._group, self._device)
+        self._send_groups = [SendGroup.create(x, rank, num_ranks) for x in self._exchange.groups]
+        self._local_histories = [x for x in self._exchange.features if x.is_local]
+        self._codecs = _sequence_codecs(self.qcomm_codecs_registry)
         self._orders: dict[tuple[str, ...], list[tuple[list[int], Tensor]]] = {}
         self._has_uninitialized_input_dist = False
 
     def input_dist(
         self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        features = maybe_td_to_kjt(features)
+        features = pad_empty_batch(maybe_td_to_kjt(features))
         if features.variable_stride_per_key():
             raise NotImplementedError(
                 "features must have one batch size with HistoryEmbeddingCollectionSharder, got "
                 "several: give DistributedModelParallel an EmbeddingCollectionSharder"
             )
-        if has_no_sample(features):
-            features = one_sample_without_ids(features)
         with torch.no_grad():
             ctx.input_features += [features.permute(*x) for x in self._orders_in(features)]
-            sizes: Any = self._exchange.start(features)
-        return KJTListSplitsAwaitable([sizes], ctx)
+            ids = self._exchange.send_sizes(features)
+        # Pipelines accept any object with ``record_stream`` in place of a KeyedJaggedTensor.
+        return KJTListSplitsAwaitable([ids], ctx)  # pyright: ignore[reportArgumentType]
 
     def _orders_in(self, features: KeyedJaggedTensor) -> list[tuple[list[int], Tensor]]:
-        """Where the features of each lookup are whose tables are replicated."""
+        """Return the indices in the batch of the features of each replicated lookup."""
         keys, device = tuple(features.keys()), features.values().device
         if keys not in self._orders:
             orders = [[keys.index(key) for key in x.values()] for x in self._replicated.values()]
@@ -209,10 +178,9 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         super().prefetch(KJTList(ids), forward_stream, ctx)  # pyright: ignore[reportArgumentType]
 
     def _ids(self, ctx: EmbeddingCollectionContext, input: KJTList) -> list[KeyedJaggedTensor]:
-        """What each lookup looks up."""
-        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        """Return the ids of each lookup."""
         replicated = dict(zip(self._replicated, ctx.input_features, strict=True))
-        return [(received.ids | replicated)[at] for at in range(len(self._lookups))]
+        return [(_received(input).ids | replicated)[i] for i in range(len(self._lookups))]
 
     def compute_and_output_dist(
         self, ctx: EmbeddingCollectionContext, input: KJTList
@@ -222,43 +190,44 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
     def look_up(
         self, ctx: EmbeddingCollectionContext, input: KJTList, detach: bool = False
     ) -> LookedUp:
-        """Look up all rows of which this rank is an owner rank. With ``detach``, backward does not
-        reach the tables.
+        """Look up all rows that this rank owns. With ``detach``, backward does not reach the
+        tables.
         """
-        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        received = _received(input)
         rows: dict[int, Tensor] = {}
         replicated: list[ReplicatedRows] = []
-        for at, (lookup, ids) in enumerate(zip(self._lookups, self._ids(ctx, input), strict=True)):
+        for i, (lookup, ids) in enumerate(zip(self._lookups, self._ids(ctx, input), strict=True)):
             found = lookup(ids)
             if self.post_lookup_tracker_fn is not None:
                 self.post_lookup_tracker_fn(ids, found, self, None)
             found = found.view(-1, self._embedding_dim)
             if detach:
                 found = found.detach().requires_grad_()
-            if at not in self._replicated:
-                rows[at] = found
+            if i not in self._replicated:
+                rows[i] = found
                 continue
-            names = [*self._replicated[at]]
+            names = [*self._replicated[i]]
             capacities = [self._capacities[name] for name in names]
             lengths = ids.lengths().view(len(names), -1)
+            counts = ids.length_per_key()
             replicated.append(
-                ReplicatedRows(
-                    f"lookup {at}", names, capacities, found, lengths, ids.length_per_key()
-                )
+                ReplicatedRows(f"lookup {i}", names, capacities, found, lengths, counts)
             )
-        parts = [*self._exchange.groups, *([x] for x in self._local_histories)]
-        share = 1 / self._env.world_size if get_gradient_division() else 1.0
-        layout = _Layout(self._exchange.local, received.rows_of_homes, [*rows])
-        distributed = iter(_Distribute.apply(layout, parts, share, *rows.values()))
-        sent = [self._sent_rows(received, i, next(distributed)) for i in range(len(self._sent))]
+        groups = [*self._exchange.groups, *([x] for x in self._local_histories)]
+        factor = 1 / self._env.world_size if get_gradient_division() else 1.0
+        layout = _RowLayout(self._exchange.owned_features, received.counts_per_source, [*rows])
+        divided = iter(_Divide.apply(layout, groups, factor, *rows.values()))
+        sent = [
+            self._rows_to_send(received, i, next(divided)) for i in range(len(self._send_groups))
+        ]
         histories = [
             LocalHistory(
                 feature,
                 received.counts[feature.name],
                 OwnedRows(
-                    next(distributed),
+                    next(divided),
                     *received.owned[feature.name],
-                    samples_per_rank=received.samples_of_homes,
+                    samples_per_rank=received.samples_per_rank,
                     owners=feature.owners,
                     group=self._group,
                     queries_per_rank=received.queries_per_rank,
@@ -271,61 +240,61 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         return LookedUp(
             received.lengths,
             self._exchange.features,
-            received.samples_of_homes,
+            received.samples_per_rank,
             sent,
             histories,
             replicated,
             received.paddings is not None,
         )
 
-    def _sent_rows(self, received: Received, i: int, rows: Tensor) -> SentRows:
-        sent = self._sent[i]
-        names = [feature.name for feature in sent.features]
+    def _rows_to_send(self, received: Received, i: int, rows: Tensor) -> SentRows:
+        group = self._send_groups[i]
+        names = [feature.name for feature in group.features]
         recv_counts, send_counts = (
             [counts.get(name, 0) for counts in per_rank for name in names]
-            for per_rank in (received.rows_of_owners, received.rows_of_homes)
+            for per_rank in (received.counts_per_owner, received.counts_per_source)
         )
         counts = [received.counts[name] for name in names]
         padding = received.paddings[i] if received.paddings else None
-        return SentRows(sent, rows, send_counts, recv_counts, received.orders[i], counts, padding)
+        return SentRows(group, rows, send_counts, recv_counts, received.orders[i], counts, padding)
 
     def sizes(
         self, ctx: EmbeddingCollectionContext, input: KJTList
     ) -> tuple[dict[str, int], tuple[Any, ...]]:
-        """The numbers of rows to look up, by the names of their capacities, and all other numbers
-        of the host that :meth:`look_up` and :meth:`exchange` read.
+        """Return the numbers of rows by the names of their capacities, and all other Python numbers
+        that :meth:`look_up` and :meth:`exchange` read.
         """
-        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        received = _received(input)
         names: list[str | None] = []
         counts: list[int] = []
-        for sent in self._sent:
-            names += sent.send_capacities + sent.recv_capacities
-            for per_rank in (received.rows_of_homes, received.rows_of_owners):
-                counts += [x.get(feature.name, 0) for x in per_rank for feature in sent.features]
+        for i, group in enumerate(self._send_groups):
+            sent = self._rows_to_send(received, i, received.lengths)
+            names += group.send_capacities + group.recv_capacities
+            counts += sent.send_counts + sent.recv_counts
         for feature in self._exchange.features:
             names.append(feature.capacity)
             counts.append(received.counts[feature.name])
         for feature in self._local_histories:
             names.append(local_capacity(feature, self._group.rank()))
-            counts.append(sum(x.get(feature.name, 0) for x in received.rows_of_homes))
+            counts.append(sum(x.get(feature.name, 0) for x in received.counts_per_source))
         for features, ids in zip(self._replicated.values(), ctx.input_features, strict=True):
             names += [self._capacities[name] for name in features]
             counts += ids.length_per_key()
         sizes = [*zip(names, counts, strict=True)]
         fixed = [n for name, n in sizes if name is None]
-        constants = *received.samples_of_homes, *received.lengths.shape, *fixed
+        constants = *received.samples_per_rank, *received.lengths.shape, *fixed
         return {name: n for name, n in sizes if name is not None}, constants
 
     def id_tensors(self, input: KJTList) -> dict[str, Tensor | Segments]:
-        """All tensors that :meth:`look_up` reads, if no table is replicated."""
-        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        """Return all tensors that :meth:`look_up` reads, if no table is replicated."""
+        received = _received(input)
         tensors: dict[str, Tensor | Segments] = {"lengths": received.lengths}
-        for i in range(len(self._sent)):
-            sent = self._sent_rows(received, i, received.lengths)
+        for i in range(len(self._send_groups)):
+            sent = self._rows_to_send(received, i, received.lengths)
             tensors |= sent.order_tensors()
-        for at, ids in received.ids.items():
-            names, counts = self._id_segments(at, received)
-            tensors[f"ids {at}"] = Segments(ids.values(), counts, names, SPARE, fill=None)
+        for i, ids in received.ids.items():
+            names, counts = self._id_segments(i, received)
+            tensors[f"ids {i}"] = Segments(ids.values(), counts, names, SPARE, fill=None)
         for feature in self._local_histories:
             ids = received.owned[feature.name]
             tensors |= local_tensors(feature, ids, received.counts[feature.name], self._group)
@@ -334,18 +303,18 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
     def padded_input(
         self, input: KJTList, tensors: dict[str, Tensor], capacities: Capacities
     ) -> Any:
-        """An ``input`` of :meth:`look_up` that reads the static counterparts of
-        :meth:`id_tensors`, and whose numbers of rows are ``capacities``.
+        """Return an ``input`` of :meth:`look_up` that reads the static counterparts of
+        :meth:`id_tensors` and has ``capacities`` as numbers of rows.
         """
-        received: Received = input[0]  # pyright: ignore[reportAssignmentType]
+        received = _received(input)
         ids: dict[int, KeyedJaggedTensor] = {}
-        per_source: list[dict[str, int]] = [{} for _ in received.rows_of_homes]
-        per_owner: list[dict[str, int]] = [{} for _ in received.rows_of_owners]
-        for at, x in received.ids.items():
-            blocks = iter(block_sizes(*self._id_segments(at, received), capacities))
+        per_source: list[dict[str, int]] = [{} for _ in received.counts_per_source]
+        per_owner: list[dict[str, int]] = [{} for _ in received.counts_per_owner]
+        for i, x in received.ids.items():
+            blocks = iter(block_sizes(*self._id_segments(i, received), capacities))
             per_key: list[int] = []
-            for feature in self._local_features(at):
-                ranks = per_source[:1] if feature.stays else per_source
+            for feature in self._owned_features(i):
+                ranks = per_source[:1] if feature.is_local else per_source
                 sizes = [next(blocks) for _ in ranks]
                 for counts in per_source:
                     counts[feature.name] = 0
@@ -353,18 +322,18 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                     counts[feature.name] = size
                 per_key.append(sum(sizes))
             offsets = torch.tensor([0, *itertools.accumulate(per_key)], device=x.values().device)
-            ids[at] = KeyedJaggedTensor(
-                x.keys(), tensors[f"ids {at}"], offsets=offsets, stride=1, length_per_key=per_key
+            ids[i] = KeyedJaggedTensor(
+                x.keys(), tensors[f"ids {i}"], offsets=offsets, stride=1, length_per_key=per_key
             )
         paddings = []
-        for i, sent in enumerate(self._sent):
-            counts = self._sent_rows(received, i, received.lengths).recv_counts
-            blocks = block_sizes(sent.recv_capacities, counts, capacities)
-            ends = tensors[f"{sent.name}: ends of rows received"]
-            paddings.append(Padding.create(ends, sent.recv_capacities, blocks))
+        for i, group in enumerate(self._send_groups):
+            counts = self._rows_to_send(received, i, received.lengths).recv_counts
+            blocks = block_sizes(group.recv_capacities, counts, capacities)
+            ends = tensors[f"{group.name}: ends of rows received"]
+            paddings.append(Padding.create(ends, group.recv_capacities, blocks))
             for j, size in enumerate(blocks):
-                feature = sent.features[j % len(sent.features)]
-                per_owner[j // len(sent.features)][feature.name] = size
+                feature = group.features[j % len(group.features)]
+                per_owner[j // len(group.features)][feature.name] = size
         return [
             Received(
                 tensors["lengths"],
@@ -372,28 +341,28 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                     feature.name: capacities(feature.capacity, received.counts[feature.name])
                     for feature in self._exchange.features
                 },
-                [tensors[f"{sent.name}: order"] for sent in self._sent],
+                [tensors[f"{group.name}: order"] for group in self._send_groups],
                 ids,
                 {x.name: static_local_ids(x, tensors) for x in self._local_histories},
                 per_owner,
                 per_source,
-                received.samples_of_homes,
+                received.samples_per_rank,
                 paddings,
                 [],
             )
         ]
 
-    def _local_features(self, lookup: int) -> list[Feature]:
-        return [feature for feature in self._exchange.local if feature.lookup == lookup]
+    def _owned_features(self, lookup: int) -> list[Feature]:
+        return [feature for feature in self._exchange.owned_features if feature.lookup == lookup]
 
     def _id_segments(self, lookup: int, received: Received) -> tuple[list[str | None], list[int]]:
-        """Names of capacities and numbers of ids of a lookup: of each local history one, and of
-        each other feature those of each source rank.
+        """Return names of capacities and numbers of ids of a lookup: one per local history, and one
+        per source rank of each other feature.
         """
         rank, names, counts = self._group.rank(), [], []
-        for feature in self._local_features(lookup):
-            per_source = [x[feature.name] for x in received.rows_of_homes]
-            if feature.stays:
+        for feature in self._owned_features(lookup):
+            per_source = [x[feature.name] for x in received.counts_per_source]
+            if feature.is_local:
                 names.append(local_capacity(feature, rank))
                 counts.append(sum(per_source))
             else:
@@ -405,10 +374,10 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         """Send rows to the source ranks of their samples, except rows of local histories."""
         names = [feature.name for feature in looked_up.features]
         lengths = dict(zip(names, looked_up.lengths.unbind(), strict=True))
-        sent = [self._send(x, lengths) for x in looked_up.sent]
-        local: dict[str, JaggedTensor] = {}
+        waits = [self._send(x, lengths) for x in looked_up.sent]
+        not_sent: dict[str, JaggedTensor] = {}
         for x in looked_up.replicated:
-            local |= _jagged_tensors(
+            not_sent |= _jagged_tensors(
                 x.features,
                 x.rows.split(x.counts),
                 x.lengths.unbind(),
@@ -416,16 +385,16 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             )
         for x in looked_up.histories:
             name = x.feature.name
-            local[name] = RemoteHistory(lengths[name], x.num_rows, x.owned)
-        return _Rows(local, sent)
+            not_sent[name] = RemoteHistory(lengths[name], x.num_rows, x.owned)
+        return _Output(not_sent, waits)
 
     def _send(
         self, x: SentRows, lengths: dict[str, Tensor]
     ) -> Callable[[], dict[str, JaggedTensor]]:
         """Start to send rows. Returns a function that waits for the rows of this rank's samples."""
-        features = x.sent.features
+        features = x.group.features
         codecs = self._codecs if features[0].history is None else None
-        recv_splits, send_splits = map(x.sent.splits, (x.recv_counts, x.send_counts))
+        recv_splits, send_splits = map(x.group.splits, (x.recv_counts, x.send_counts))
         get_rows = start_exchange(x.rows, recv_splits, send_splits, self._group, codecs)
         order, padding = x.order, x.padding
         capacities = None
@@ -445,13 +414,18 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         return wait
 
 
+def _received(input: KJTList) -> Received:
+    """Return the result of :class:`IdExchange` from the result of :meth:`input_dist`."""
+    return input[0]  # pyright: ignore[reportReturnType]
+
+
 def _jagged_tensors(
     names: Sequence[str],
     rows: Sequence[Tensor],
     lengths: Sequence[Tensor],
     capacities: Sequence[str | None] | None,
 ) -> dict[str, JaggedTensor]:
-    """JaggedTensors by name, with padding if their capacity has a name."""
+    """Return JaggedTensors by name, with padding if their capacity has a name."""
     if capacities is None:
         capacities = [None] * len(names)
     return {
@@ -460,77 +434,83 @@ def _jagged_tensors(
     }
 
 
-class _Layout:
-    """How the rows that ``lookups`` give are divided into ``local`` features, in the order of the
-    lookups, and homes, which have ``rows_of_homes`` of each.
+class _RowLayout:
+    """Ranges of rows in the outputs of lookups, ordered by feature and source rank.
+
+    Args:
+        features: features with rows on this rank, in the order of the lookups.
+        counts_per_source: numbers of their rows, by source rank and feature.
+        lookups: indices of the lookups.
     """
 
     def __init__(
-        self, local: list[Feature], rows_of_homes: list[dict[str, int]], lookups: list[int]
+        self, features: list[Feature], counts_per_source: list[dict[str, int]], lookups: list[int]
     ) -> None:
-        self.homes, self.lookups = rows_of_homes, lookups
-        self.ranges: dict[str, tuple[int, int, int]] = {}
+        self._lookups = lookups
+        self._counts = {x.name: [n[x.name] for n in counts_per_source] for x in features}
+        self._ranges: dict[str, tuple[int, int, int]] = {}  # index of the lookup, begin, length
         ends = dict.fromkeys(lookups, 0)
-        for of in local:
-            count = sum(of_home[of.name] for of_home in rows_of_homes)
-            self.ranges[of.name] = lookups.index(of.lookup), ends[of.lookup], count
-            ends[of.lookup] += count
+        for feature in features:
+            count = sum(self._counts[feature.name])
+            self._ranges[feature.name] = lookups.index(feature.lookup), ends[feature.lookup], count
+            ends[feature.lookup] += count
 
-    def part(self, features: list[Feature], rows: Sequence[Tensor]) -> Tensor:
-        """The rows of ``features``, home by home. A copy, unless there is one feature."""
-        names = [of.name for of in features if of.name in self.ranges]
+    def select(self, group: list[Feature], rows: Sequence[Tensor]) -> Tensor:
+        """Return the rows of ``group``, ordered by source rank and feature. This copies them if
+        several features of the group have rows on this rank.
+        """
+        names = [feature.name for feature in group if feature.name in self._ranges]
         if len(names) > 1:
-            pieces = [self._of(name, rows).split(self._counts(name)) for name in names]
-            return torch.cat([*itertools.chain(*zip(*pieces, strict=True))])
+            blocks = [self._rows(name, rows).split(self._counts[name]) for name in names]
+            return torch.cat([*itertools.chain(*zip(*blocks, strict=True))])
         if names:
-            return self._of(names[0], rows)
-        return rows[self.lookups.index(features[0].lookup)][:0]
+            return self._rows(names[0], rows)
+        return rows[self._lookups.index(group[0].lookup)][:0]
 
-    def put_back(
-        self, features: list[Feature], part: Tensor, factor: float, rows: Sequence[Tensor]
+    def write_grad(
+        self, group: list[Feature], grad: Tensor, factor: float, out: Sequence[Tensor]
     ) -> None:
-        """Multiply a ``part`` by a factor, and write it where it belongs."""
-        names = [of.name for of in features if of.name in self.ranges]
+        """Write ``factor`` times the gradient of :meth:`select` into gradients of lookups."""
+        names = [feature.name for feature in group if feature.name in self._ranges]
         if len(names) == 1:
-            torch.mul(part, factor, out=self._of(names[0], rows))
+            torch.mul(grad, factor, out=self._rows(names[0], out))
             return
-        counts = [of_home[name] for of_home in self.homes for name in names]
-        pieces = part.mul(factor).split(counts)
-        of_names = [pieces[i :: len(names)] for i in range(len(names))]
-        targets = [x for name in names for x in self._of(name, rows).split(self._counts(name))]
-        if targets:
-            torch._foreach_copy_(targets, [*itertools.chain(*of_names)])  # pyright: ignore
+        if not names:
+            return
+        counts = itertools.chain(*zip(*(self._counts[name] for name in names), strict=True))
+        blocks = grad.mul(factor).split([*counts])
+        blocks = [x for i in range(len(names)) for x in blocks[i :: len(names)]]
+        targets = [x for name in names for x in self._rows(name, out).split(self._counts[name])]
+        torch._foreach_copy_(targets, blocks)  # pyright: ignore
 
-    def _of(self, name: str, rows: Sequence[Tensor]) -> Tensor:
-        lookup, start, count = self.ranges[name]
-        return rows[lookup].narrow(0, start, count)
-
-    def _counts(self, name: str) -> list[int]:
-        return [of_home[name] for of_home in self.homes]
+    def _rows(self, name: str, rows: Sequence[Tensor]) -> Tensor:
+        lookup, begin, count = self._ranges[name]
+        return rows[lookup].narrow(0, begin, count)
 
 
-class _Distribute(torch.autograd.Function):
-    """Rows of the lookups, as ``parts``, which have each of them once. Gradients are multiplied by
-    ``factor``.
+class _Divide(torch.autograd.Function):
+    """Returns the rows of each group of features. A row of a lookup is in one group. Gradients are
+    multiplied by ``factor``.
     """
 
     @staticmethod
-    def forward(ctx, layout, parts, factor, *rows):
-        ctx.layout, ctx.parts, ctx.factor = layout, parts, factor
+    def forward(ctx, layout, groups, factor, *rows):
+        ctx.layout, ctx.groups, ctx.factor = layout, groups, factor
         ctx.shapes = [x.shape for x in rows]
-        return tuple(layout.part(features, rows) for features in parts)
+        return tuple(layout.select(group, rows) for group in groups)
 
     @staticmethod
     def backward(ctx, *grads):
-        rows = [grads[0].new_empty(shape) for shape in ctx.shapes]
-        for features, grad in zip(ctx.parts, grads, strict=True):
-            ctx.layout.put_back(features, grad, ctx.factor, rows)
-        return None, None, None, *rows
+        row_grads = [grads[0].new_empty(shape) for shape in ctx.shapes]
+        for group, grad in zip(ctx.groups, grads, strict=True):
+            ctx.layout.write_grad(group, grad, ctx.factor, row_grads)
+        return None, None, None, *row_grads
 
 
 class _Permute(torch.autograd.Function):
-    """``x[order]``. ``order`` has each row once, so that the gradient is written, not added up; or,
-    unless ``is_permutation``, at most once, besides padding, whose gradient is zero.
+    """Returns ``x[order]``. ``order`` contains each row at most once, except padding, whose
+    gradient is zero; with ``is_permutation``, it contains each row exactly once. So gradients are
+    written, not accumulated.
     """
 
     @staticmethod
@@ -551,9 +531,9 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
 
     It replaces ``EmbeddingCollectionSharder`` in ``sharders``, for ``DistributedModelParallel`` and
     its planner. Attention over the histories of a :class:`TargetAttentionEmbeddingBagCollection` is
-    then computed where their rows are. History rows are still sent for encoder layers, and if one
-    attention has several histories. All other features, and models on a single rank, are sharded as
-    by ``EmbeddingCollectionSharder``. Results differ from those of one rank by rounding.
+    then computed on the ranks that own their rows. History rows are still sent for encoder layers,
+    and if one attention has several histories. All other features, and models on a single rank, are
+    sharded as by ``EmbeddingCollectionSharder``. Results differ from a single rank by rounding.
 
     Tables of histories may be row-wise, which is best, table-wise or data-parallel.
     :class:`HistoryEmbeddingShardingPlanner` estimates the cost of each.
@@ -585,7 +565,7 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     ) -> ShardedEmbeddingCollection:
         kinds = {params[config.name].sharding_type for config in module.embedding_configs()}
         is_replicated = kinds == {ShardingType.DATA_PARALLEL.value}
-        if not histories_of(module) or env.world_size == 1 or is_replicated:
+        if not histories_in(module) or env.world_size == 1 or is_replicated:
             return super().shard(module, params, env, device, module_fqn)
         for config in module.embedding_configs():
             kind = params[config.name].sharding_type
@@ -613,15 +593,15 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         )
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Those that a planner may choose from."""
+        """Return the sharding types that a planner may choose."""
         return list(SHARDING_TYPES)
 
 
 def _check_codecs(registry: dict[str, QuantizedCommCodecs] | None, width: int) -> None:
-    """Codecs must encode single rows: of some numbers of rows, they would fail on one rank alone,
-    for which the others would wait.
+    """Raise an error unless codecs can encode any number of rows: otherwise they would fail on some
+    ranks only, and the others would wait forever.
     """
-    codecs = _codecs_of(registry)
+    codecs = _sequence_codecs(registry)
     for codec in (codecs.forward, codecs.backward) if codecs else ():
         try:
             codec.calc_quantized_size(width, codec.create_context())

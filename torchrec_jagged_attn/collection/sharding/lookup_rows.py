@@ -1,11 +1,8 @@
-"""The rows of a sharded lookup, before TorchRec copies them to every position of the batch.
+"""Unique rows of a sharded lookup and their gather indices, instead of TorchRec's copies.
 
-Where ids are deduplicated (``use_index_dedup``), or batch sizes vary by key, a sharded
-EmbeddingCollection exchanges each row once. Its awaitable then copies them, ``[N, D]`` by an
-``index_select``. Attention takes gather indices, so it needs no copy: this file returns the unique
-rows and the indices by which TorchRec would copy them. TorchRec has no public API for either. Only
-this file reads private names of TorchRec; ``tests/torchrec/test_lookup_rows.py`` fails where they
-have changed.
+With deduplicated ids (``use_index_dedup``), or with batch sizes that vary by key, a sharded
+EmbeddingCollection exchanges each row once. Its awaitable then copies rows to all positions of the
+batch, ``[N, D]`` by ``index_select``. Attention accepts gather indices and needs no copy.
 """
 
 from collections.abc import Collection
@@ -20,11 +17,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 def take_rows(
     sequences: dict[str, JaggedTensor] | LazyAwaitable, by_index: Collection[str]
 ) -> tuple[dict[str, JaggedTensor], dict[str, Tensor]]:
-    """What an EmbeddingCollection returned, where rows of the keys ``by_index`` are not copied.
+    """Wait for the output of a sharded EmbeddingCollection, without copying the rows of some keys.
 
-    Returns the sequences, and indices ``[N]`` of those whose values are rows ``[U, D]`` of all keys
-    of the lookup. Others are as TorchRec has them, but their copies have a gradient on a CPU, too.
-    Where TorchRec would make no copy: its sequences, which are waited for, and no indices.
+    Args:
+        sequences: the output. If TorchRec would not copy its rows, they are returned.
+        by_index: keys whose unique rows are returned, with gather indices.
+
+    Returns:
+        The sequences by key; and the gather indices ``[N]`` of the keys ``by_index``, whose values
+        are the rows ``[U, D]`` of all keys of a lookup. The other keys are copied, with a gradient
+        on CPU, too, where TorchRec's copies have none.
     """
     if not isinstance(sequences, LazyAwaitable):
         return sequences, {}
@@ -35,29 +37,30 @@ def take_rows(
     orders = sequences._features_to_permute_indices or {}
     for sharding, awaitable in enumerate(sequences._awaitables_per_sharding):
         rows = awaitable.wait()
-        lengths, counts, of_positions = _gather_indices(sequences, sharding, rows)
-        of_keys = of_positions.split(counts)
-        columns: dict[str, list[int]] = {}  # several of a key that is sharded by column
-        for at, key in enumerate(sequences._embedding_names_per_sharding[sharding]):
-            columns.setdefault(key, []).append(at)
-        copied = [ats for key, ats in columns.items() if key not in by_index or len(ats) > 1]
-        copies = _copies(rows, of_keys, [at for ats in copied for at in ats])
-        for key, ats in columns.items():
-            if ats[0] not in copies:
-                indices[key], values = of_keys[ats[0]], rows
+        lengths, counts, joined_indices = _gather_indices(sequences, sharding, rows)
+        indices_per_feature = joined_indices.split(counts)
+        # A key that is sharded by column has several features, one for each shard.
+        features: dict[str, list[int]] = {}
+        for i, key in enumerate(sequences._embedding_names_per_sharding[sharding]):
+            features.setdefault(key, []).append(i)
+        copied = [i for key, x in features.items() if key not in by_index or len(x) > 1 for i in x]
+        copies = _copy_rows(rows, indices_per_feature, copied)
+        for key, shards in features.items():
+            if shards[0] in copies:
+                ordered = [shards[i] for i in orders[key]] if key in orders else shards
+                values = copies[shards[0]]
+                if len(shards) > 1:
+                    values = torch.cat([copies[i] for i in ordered], dim=1)
             else:
-                ordered = [ats[at] for at in orders[key]] if key in orders else ats
-                values = copies[ats[0]]
-                if len(ats) > 1:
-                    values = torch.cat([copies[at] for at in ordered], dim=1)
-            taken[key] = JaggedTensor(values, lengths=lengths[ats[0]])
+                indices[key], values = indices_per_feature[shards[0]], rows
+            taken[key] = JaggedTensor(values, lengths=lengths[shards[0]])
     for awaitable in sequences._resize_awaitables or []:
         awaitable.wait()
     return taken, indices
 
 
 def _would_copy(sequences: EmbeddingCollectionAwaitable) -> bool:
-    """Whether TorchRec is yet to copy rows, and no callback is to be given the copies."""
+    """Return whether TorchRec has not copied rows yet and no callback needs the copies."""
     context = sequences._ctx
     is_copied = sequences._result is not None or bool(sequences.callbacks)
     if is_copied and context.seq_vbe_ctx and torch.is_grad_enabled():
@@ -73,7 +76,7 @@ def _would_copy(sequences: EmbeddingCollectionAwaitable) -> bool:
 def _gather_indices(
     sequences: EmbeddingCollectionAwaitable, sharding: int, rows: Tensor
 ) -> tuple[Tensor, list[int], Tensor]:
-    """Lengths ``[keys, B]`` and their sums, and the gather index at each position of all keys."""
+    """Return the lengths ``[features, B]``, their sums, and the gather indices of all features."""
     context = sequences._ctx
     if context.reverse_indices:
         features, indices = context.input_features[sharding], context.reverse_indices[sharding]
@@ -91,10 +94,10 @@ def _gather_indices(
     return sizes.reindexed_lengths, counts, indices
 
 
-def _copies(rows: Tensor, of_keys: tuple[Tensor, ...], keys: list[int]) -> dict[int, Tensor]:
-    """Copies of the rows of ``keys``, in one."""
-    if not keys:
+def _copy_rows(rows: Tensor, indices: tuple[Tensor, ...], features: list[int]) -> dict[int, Tensor]:
+    """Return the copied rows of each of ``features``, made by one ``index_select``."""
+    if not features:
         return {}
-    joined = torch.cat([of_keys[at] for at in keys])
-    copied = rows.index_select(0, joined).split([of_keys[at].shape[0] for at in keys])
-    return dict(zip(keys, copied, strict=True))
+    counts = [indices[i].shape[0] for i in features]
+    copies = rows.index_select(0, torch.cat([indices[i] for i in features])).split(counts)
+    return dict(zip(features, copies, strict=True))

@@ -1,4 +1,4 @@
-"""``HistoryEmbeddingShardingPlanner``: TorchRec's planner, with the costs of rows that stay."""
+"""``HistoryEmbeddingShardingPlanner``: TorchRec's planner, with the costs of local histories."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torchrec.distributed.planner.types import ShardEstimator, ShardingOption
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from torchrec_jagged_attn.collection.history_sharding import histories_of
-from torchrec_jagged_attn.collection.id_exchange import HistoryFeatures
+from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature, histories_in
 
 
 class HistoryEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     """Plans the sharding of a model whose sharder is a :class:`HistoryEmbeddingCollectionSharder`.
 
     ``EmbeddingShardingPlanner`` assumes that all rows of a history are sent to the rank of their
-    sample. For tables whose histories stay on their owners, this planner counts instead a query and
-    a partial result, each as wide as the table, per sample and owner, and 16 to 32 bytes per id.
+    sample. For histories with attention on the ranks that own their rows, this planner counts
+    instead a query and a partial result, each as wide as the table, per sample and owner rank, and
+    16 to 32 bytes per id.
 
     Estimates depend on the mean lengths of histories: ``ParameterConstraints(pooling_factors=…)``
     of a table has one for each of its ``feature_names``.
 
     Args:
-        *args: as for ``EmbeddingShardingPlanner``.
-        **kwargs: likewise. An ``enumerator`` must be an ``EmbeddingEnumerator``.
+        *args, **kwargs: as for ``EmbeddingShardingPlanner``. An ``enumerator`` must be an
+            ``EmbeddingEnumerator``.
 
     Example:
         >>> from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -45,9 +45,10 @@ class HistoryEmbeddingShardingPlanner(EmbeddingShardingPlanner):
 
 
 class _HistoryEstimator(ShardEstimator):
-    """Changes what an ``EmbeddingPerfEstimator`` before it has estimated.
+    """Corrects the communication costs of the ``EmbeddingPerfEstimator`` that ran before.
 
-    Storage is right as it is: an owner keeps the rows that it has looked up, wherever they go.
+    Estimates of storage remain: owner ranks store the rows of a batch, whether they send them or
+    not.
     """
 
     def __init__(self) -> None:
@@ -57,11 +58,11 @@ class _HistoryEstimator(ShardEstimator):
         for option in sharding_options:
             if option.sharding_type == ShardingType.DATA_PARALLEL.value:
                 continue
-            rows = sent = columns = 0.0  # per sample
-            for history, length in _lengths(option):
+            rows = sent = numbers = 0.0  # per sample
+            for history, length in _features(option):
                 rows += length
-                sent += 2 * len(option.shards) if history and history.stays else length
-                columns += length * (history.num_columns if history else 1)
+                sent += 2 * len(option.shards) if history and history.is_local else length
+                numbers += length * (history.payload_width if history else 1)
             if rows == 0:
                 continue
             for shard in option.shards:
@@ -70,15 +71,15 @@ class _HistoryEstimator(ShardEstimator):
                     shard.perf,
                     fwd_comms=shard.perf.fwd_comms * sent / rows,
                     bwd_comms=shard.perf.bwd_comms * sent / rows,
-                    input_dist_comms=shard.perf.input_dist_comms * columns / rows,
+                    input_dist_comms=shard.perf.input_dist_comms * numbers / rows,
                 )
 
 
-def _lengths(option: ShardingOption) -> Iterator[tuple[HistoryFeatures | None, float]]:
-    """The features of a table: what is known of a history, and the mean length."""
+def _features(option: ShardingOption) -> Iterator[tuple[HistoryFeature | None, float]]:
+    """Yield for each feature of a table: the history, if it is one, and the mean length."""
     collection = option.module[1]
     if isinstance(collection, EmbeddingCollection):
         tables = [table.name for table in collection.embedding_configs()]
         names = collection.embedding_names_by_table()[tables.index(option.name)]
         for name, length in zip(names, option.input_lengths, strict=False):
-            yield histories_of(collection).get(name), length
+            yield histories_in(collection).get(name), length

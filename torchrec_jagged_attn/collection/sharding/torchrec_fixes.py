@@ -1,0 +1,161 @@
+"""Fixes of sharded lookups, and checks that all lookups are sharded or quantized."""
+
+import functools
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
+from torchrec.distributed.types import ShardedModule
+from torchrec.quant import embedding_modules as quantized
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
+from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
+
+QUANTIZED = (
+    quantized.EmbeddingBagCollection,
+    quantized.EmbeddingCollection,
+    ShardedQuantEmbeddingBagCollection,
+    ShardedQuantEmbeddingCollection,
+)
+
+# Sharded lookups that ``prepare_lookups`` has prepared.
+_prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def prepare_lookups(lookups: list[nn.Module]) -> bool:
+    """Return whether ``lookups`` are sharded, and fix sharded lookups when first called.
+
+    Fixed lookups support ``output_dtype`` on ranks without a table, and batches without samples,
+    and are fast for long histories.
+
+    Raises:
+        RuntimeError: some lookups have no sharder.
+        ValueError: tables of one lookup have several ``output_dtype``.
+    """
+    not_sharded = [lookup for lookup in lookups if not isinstance(lookup, ShardedModule)]
+    if not not_sharded:
+        for lookup in lookups:
+            if lookup not in _prepared:
+                _set_placeholder_dtype(lookup)
+                if not isinstance(lookup, ShardedHistoryEmbeddingCollection):
+                    _accept_empty_batches(lookup)
+                _shorten_bags(lookup)
+                _prepared.add(lookup)
+        return True
+    if len(not_sharded) < len(lookups) or _is_in_distributed_model_parallel():
+        names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in not_sharded})
+        raise RuntimeError(
+            f"sharders of DistributedModelParallel must include {' and '.join(names)}, got no "
+            "such sharder: without it, each rank trains its own copy of these tables"
+        )
+    return False
+
+
+def _is_in_distributed_model_parallel() -> bool:
+    """Return whether a model in DistributedModelParallel runs its forward. Such a model has an
+    attribute that DistributedModelParallel sets in its DistributedDataParallel.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    replicas = DistributedDataParallel._active_ddp_module
+    return hasattr(getattr(replicas, "module", None), "_ddp_params_and_buffers_to_ignore")
+
+
+def _set_placeholder_dtype(module: nn.Module) -> None:
+    """Give the empty tensor that ranks without a table send the ``output_dtype`` of the tables.
+
+    TorchRec creates it in fp32: ranks then disagree on the number of bytes sent, and hang.
+    """
+    shardings = getattr(module, "_sharding_type_to_sharding", {}).values()
+    shardings = getattr(module, "_embedding_shardings", shardings)
+    for sharding, lookup in zip(shardings, getattr(module, "_lookups", ()), strict=False):
+        placeholder = getattr(lookup, "_dummy_embs_tensor", None)
+        configs = getattr(sharding, "_grouped_embedding_configs_per_rank", ())
+        dtypes = {
+            (config.fused_params or {}).get("output_dtype", SparseType.FP32)
+            for config in itertools.chain(*configs)
+        }
+        if len(dtypes) > 1 and len(configs) > 1:
+            names = sorted(str(dtype) for dtype in dtypes)
+            raise ValueError(
+                "output_dtype must be one for all tables that ranks look up together, got "
+                f"{', '.join(names)}"
+            )
+        for dtype in dtypes:
+            if placeholder is not None and placeholder.dtype != dtype.as_dtype():
+                placeholder = placeholder.detach().to(dtype.as_dtype()).requires_grad_()
+                lookup._dummy_embs_tensor = placeholder
+
+
+def _accept_empty_batches(lookup: nn.Module) -> None:
+    """Replace ``input_dist``, which pipelines call directly, by :func:`_input_dist`."""
+    if isinstance(lookup, ShardedEmbeddingCollection) and "input_dist" not in vars(lookup):
+        lookup.input_dist = functools.partial(_input_dist, lookup)
+
+
+def _input_dist(lookup: ShardedEmbeddingCollection, ctx: Any, features: Any) -> Any:
+    features = pad_empty_batch(maybe_td_to_kjt(features))
+    return ShardedEmbeddingCollection.input_dist(lookup, ctx, features)
+
+
+def check_quantized(lookups: list[nn.Module]) -> bool:
+    """Return whether ``lookups`` are quantized: all or none of them must be."""
+    are_quantized = [isinstance(lookup, QUANTIZED) for lookup in lookups]
+    if any(are_quantized) and not all(are_quantized):
+        raise RuntimeError(
+            "quantize_embeddings must quantize EmbeddingCollections, too, got only the "
+            "EmbeddingBagCollection quantized: give it additional_qconfig_spec_keys="
+            "[EmbeddingCollection] and additional_mapping={EmbeddingCollection: "
+            "torchrec.quant.EmbeddingCollection}, as quantize_inference_model does"
+        )
+    return all(are_quantized)
+
+
+def _shorten_bags(collection: nn.Module) -> None:
+    """Pass ids to a sharded EmbeddingCollection in short bags, see :func:`split_bags`.
+
+    FBGEMM's kernels are serial along a bag, and TorchRec passes each history as one bag.
+    """
+    if isinstance(collection, ShardedEmbeddingCollection):
+        for lookup in collection._lookups:
+            lookup.register_forward_pre_hook(lambda _, inputs: (split_bags(*inputs),))
+
+
+def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return the same ids in short bags: ``N`` ids of ``K`` keys in ``ceil(N / K)`` bags per key.
+
+    Lookups without pooling return a row for each id, however ids are divided into bags. As all keys
+    must have the same number of bags, the ids of each key are spread evenly over them::
+
+        item    [7] [8] [9]                [7] [8] [ ] [9] [ ]
+        history [1 2 3 4] [ ] [5 6]   ->   [1] [2] [3] [4] [5 6]
+
+    Batches whose size varies by key are returned unchanged.
+    """
+    num_keys, ids, stride = len(features.keys()), features.values(), features.stride()
+    if ids.numel() == 0 or stride == 0 or features.variable_stride_per_key():
+        return features
+    num_bags = -(-ids.numel() // num_keys)
+    bags = torch.arange(num_bags + (num_keys == 1), device=ids.device)
+    offsets = bags
+    if num_keys > 1:
+        ends = features.offsets()[::stride].long()  # [K + 1], of keys
+        begins = ends[:-1, None] + bags * ends.diff()[:, None] // num_bags
+        offsets = torch.cat([begins.flatten(), ends[-1:]])
+    return KeyedJaggedTensor(
+        features.keys(),
+        ids,
+        features.weights_or_none(),
+        offsets=offsets,
+        stride=num_bags,
+        length_per_key=features.length_per_key_or_none(),  # otherwise read from the device
+    )
