@@ -26,7 +26,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 # Run a second time without a GPU, with the kernels in Triton's interpreter. Not the tests of
 # JaggedTargetAttention, its op and its collection: they take minutes there, and meet no kernel that
 # the others do not.
-OPERATIONS := $(addprefix tests/,attention flash_attention interaction selection target_attention runtime)
+OPERATIONS := $(addprefix tests/,attention flash_attention interaction target_attention runtime) tests/events/kernels tests/events/test_rows.py
 NOT_OF_KERNELS := test_cpu test_extension test_registration
 KERNEL_TESTS := tests/kernels $(OPERATIONS) $(NOT_OF_KERNELS:%=--ignore-glob='*/%.py') \
 	tests/test_every_op.py tests/modules/test_self_attention.py tests/modules/test_feature_interaction.py
