@@ -27,11 +27,11 @@ def unpack_codes(packed: Tensor, num_codes: int, num_levels: int) -> Tensor:
     table = values // num_levels**exponents % num_levels - num_levels // 2
     # A lookup in a table of all bytes: dividing every byte would take longer than attention does.
     codes = table.to(torch.int8).index_select(0, packed.flatten().int())
-    return codes.view(len(packed), packed.shape[1] * table.shape[1])[:, :num_codes].contiguous()
+    return codes.view(packed.shape[0], packed.shape[1] * table.shape[1])[:, :num_codes].contiguous()
 
 
 def rows_of_codes(packed: Tensor, width: int, num_levels: int, dtype: torch.dtype) -> Tensor:
     """Unpack codes to rows ``[N, width]`` with a constant 1 in the last column."""
-    rows = torch.ones(len(packed), width, dtype=dtype, device=packed.device)
+    rows = torch.ones(packed.shape[0], width, dtype=dtype, device=packed.device)
     rows[:, :-1] = unpack_codes(packed, width - 1, num_levels)
     return rows
