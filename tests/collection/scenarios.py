@@ -1,4 +1,4 @@
-"""What tests of the attention collection share: scenarios, batches, and the formula."""
+"""Scenarios, batches and the formula for tests of the attention collection."""
 
 import dataclasses
 import random

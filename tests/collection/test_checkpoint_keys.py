@@ -50,17 +50,17 @@ def state_of(model: DistributedModelParallel, names: dict[str, str]) -> dict[str
 
 
 def load(model: DistributedModelParallel, checkpoint: Path, names: dict[str, str]) -> None:
-    """``names``: from those of the model to those in the checkpoint."""
+    """``names`` maps names in the model to names in the checkpoint."""
     state = state_of(model, names)
     planner = DefaultLoadPlanner(allow_partial_load=True)  # attentions lie in one of both alone
     dcp.load(state, checkpoint_id=checkpoint, planner=planner)
-    state = rename_keys(state, {there: here for here, there in names.items()})
+    state = rename_keys(state, {old: new for new, old in names.items()})
     model.load_state_dict(state["model"])
     model.fused_optimizer.load_state_dict(state["optimizer"])
 
 
 def remembered(model: DistributedModelParallel) -> dict[str, Parts]:
-    """What the optimizer remembers of each table."""
+    """Optimizer states of each table."""
     return {
         name: {begin: part.clone() for begin, part in parts_of(value).items()}
         for state in model.fused_optimizer.state_dict()["state"].values()
@@ -84,7 +84,7 @@ def there_and_back(device: torch.device, folder: Path) -> list[dict[str, Any]]:
     load(attended, folder / "pooled", names)
     results = [result(pooled, device), result(attended, device)]
     dcp.save(state_of(attended, {}), checkpoint_id=folder / "attended")
-    load(again, folder / "attended", {there: here for here, there in names.items()})
+    load(again, folder / "attended", {old: new for new, old in names.items()})
     results.append(result(again, device))
     train(attended, device)
     results.append(result(attended, device))
@@ -139,7 +139,7 @@ WRAPPERS = {
 
 
 def names_under_wrappers(_: torch.device) -> dict[str, tuple[list[str], list[str]]]:
-    """What tables are called, and all that the state dict names."""
+    """Names of tables, and all names of the state dict."""
     names = {}
     for name, wrappers in WRAPPERS.items():
         model = make_model()

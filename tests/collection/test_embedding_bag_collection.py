@@ -179,7 +179,7 @@ def test_the_device_is_where_the_tables_are():
 
 
 def test_the_default_device_may_be_another():
-    """``meta`` as any: what is given on the CPU is computed there."""
+    """Including ``meta``, though CPU inputs are computed on the CPU."""
     values, lengths = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 1, 0, 3])
     config = TargetAttentionConfig(
         "item", "hist", encoder=EncoderConfig(causal=True, window=2), dropout=0.3
@@ -310,14 +310,14 @@ def test_nothing_after_the_lookups_waits_for_the_device(name: str):
 def looked_up(
     collection: TargetAttentionEmbeddingBagCollection, features: KeyedJaggedTensor
 ) -> tuple[KeyedJaggedTensor, list[dict[str, JaggedTensor]], KeyedTensor | None]:
-    """What the pooling of ``collection`` takes."""
+    """The inputs of the pooling of ``collection``."""
     sequences = [lookup(features) for lookup in collection.embedding_collections.values()]
     bags = collection.embedding_bag_collection
     return features, sequences, None if bags is None else bags(features)
 
 
 def test_bags_may_come_in_another_order():
-    """As those that are sharded in several ways do."""
+    """As with several sharding types."""
     scenario = Scenario(
         [table(f"t_{i}", f"user_{i}", width=4 * i) for i in (1, 2, 3)] + [ITEM],
         [TargetAttentionConfig("item", "hist")],
@@ -399,7 +399,7 @@ class CountOps(TorchDispatchMode):
 @pytest.mark.parametrize("ids", ["bags", "single lookup", "single ids"])
 @pytest.mark.parametrize("table_of", [lambda name: f"t_{name}", lambda _: "t_shared"])
 def test_more_features_are_no_more_work_for_the_host(table_of: Callable[[str], str], ids: str):
-    """Neither those of the EmbeddingBagCollection, nor those looked up with the target."""
+    """Neither bags of the EmbeddingBagCollection, nor features looked up with the target."""
 
     def num_ops(num_features: int) -> int:
         tables: dict[str, list[str]] = {table_of("item"): ["item", "hist"]}
@@ -423,7 +423,7 @@ def test_more_features_are_no_more_work_for_the_host(table_of: Callable[[str], s
 
 @pytest.mark.reference  # kernels compute no fp64
 def test_gradients_of_weights():
-    """Of rows that are attended, and of those that are pooled beside them."""
+    """Of rows of histories, and of pooled rows of the same lookup."""
     collection = make_collection(SCENARIOS["weighted"])
     features = to_features(make_batch(SCENARIOS["weighted"], [2, 0, 3]), is_weighted=True)
     _, sequences, bags = looked_up(collection, features)
@@ -539,14 +539,14 @@ def test_learned_weights_may_fall_below_zero():
     features = to_features(batch)
     weights = PositionWeightedModuleCollection(dict.fromkeys(features.keys(), 9))
     model = FeatureProcessedEmbeddingBagCollection(make_collection(scenario), weights)
-    of_history = weights.position_weights["hist"]
+    history_weights = weights.position_weights["hist"]
     with torch.no_grad():
-        of_history[1:] = -0.5
+        history_weights[1:] = -0.5
     pooled = model(features).values()
     pooled.sum().backward()
-    assert of_history.grad.isfinite().all()
-    assert torch.all(of_history.grad[1:] == 0)
+    assert history_weights.grad.isfinite().all()
+    assert torch.all(history_weights.grad[1:] == 0)
     with torch.no_grad():
         torch.testing.assert_close(model(features).values(), pooled, rtol=0, atol=0)
-        of_history[1:] = 0
+        history_weights[1:] = 0
         torch.testing.assert_close(model(features).values(), pooled, rtol=0, atol=0)

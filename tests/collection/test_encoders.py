@@ -77,13 +77,13 @@ def without_users(scenario: Scenario) -> Scenario:
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_user_embeddings_are_the_newest_encoded_rows(lengths, device):
-    """And their gradient, of what they were encoded from."""
+    """And the gradient with respect to the rows before the encoder."""
     batch = make_batch(USERS, LENGTHS[lengths])
     check_against_oracle(make_collection(USERS, device), USERS, [batch])
 
 
 def test_user_embeddings_come_after_all_others(device):
-    """Which are what they are without."""
+    """They equal the rows without an encoder."""
     batch = make_batch(USERS, LENGTHS["mixed"])
     features = to_features(batch, device)
     collection, plain = (make_collection(x, device) for x in (USERS, without_users(USERS)))

@@ -1,4 +1,4 @@
-"""What the attention collection refuses, and warns of."""
+"""Errors and warnings of the attention collection."""
 
 import dataclasses
 import math

@@ -41,15 +41,15 @@ CANDIDATE_FEATURES = {
 }
 
 
-def of_requests(scenario: Scenario, *candidate_features: str) -> Scenario:
+def as_requests(scenario: Scenario, *candidate_features: str) -> Scenario:
     return dataclasses.replace(scenario, candidates="jagged", candidate_features=candidate_features)
 
 
 REQUESTS = {
-    name: of_requests(scenario, *CANDIDATE_FEATURES.get(name, ()))
+    name: as_requests(scenario, *CANDIDATE_FEATURES.get(name, ()))
     for name, scenario in SCENARIOS.items()
 }
-REQUESTS["target-of-two-tables"] = of_requests(
+REQUESTS["target-of-two-tables"] = as_requests(
     Scenario(
         [
             table("t_item", "item", "hist"),
@@ -86,15 +86,15 @@ def make_requests(scenario: Scenario, lengths: list[int], counts: list[int]) -> 
 
 
 def to_samples(scenario: Scenario, batch: Batch) -> Batch:
-    """Each candidate as a sample, with a copy of what its request has."""
+    """Each candidate as a sample, with a copy of the features of its request."""
     keys = keys_of(scenario)
     return {
         key: [
             [candidate] if key in keys else ids
-            for ids, candidates in zip(of_key, batch[keys[0]], strict=True)
+            for ids, candidates in zip(ids_per_sample, batch[keys[0]], strict=True)
             for candidate in (ids if key in keys else candidates)
         ]
-        for key, of_key in batch.items()
+        for key, ids_per_sample in batch.items()
     }
 
 
@@ -147,7 +147,7 @@ def test_tables_of_candidates_are_looked_up_by_row():
 
 
 def test_encoded_histories_and_user_embeddings(device: torch.device):
-    requests = of_requests(USERS)
+    requests = as_requests(USERS)
     batch = make_requests(requests, *LENGTHS["mixed"])
     collection = make_collection(requests, device)
     check_against_oracle(collection, requests, [batch], lambda batch: to_samples(requests, batch))
@@ -202,7 +202,7 @@ def test_refused_at_construction(case: str):
 
 
 def test_features_of_candidates_that_differ_in_length_are_refused(monkeypatch: pytest.MonkeyPatch):
-    scenario = of_requests(
+    scenario = as_requests(
         Scenario(
             [ITEM, table("t_cat", "cat", "cats"), table("t_brand", "brand")],
             [TargetAttentionConfig(["item", "cat"], ["hist", "cats"])],

@@ -55,7 +55,7 @@ WAYS: dict[str, tuple[ShardingType, type[EmbeddingCollectionSharder]]] = {
     "stay by table": (ShardingType.TABLE_WISE, HistoryEmbeddingCollectionSharder),
     "stay by row": (ShardingType.ROW_WISE, HistoryEmbeddingCollectionSharder),
 }
-# Each option with rows that travel and with rows that stay.
+# Each option with sent history rows, and with attention on owner ranks.
 CASES = [
     *(
         (name, way)
@@ -113,11 +113,11 @@ def make_batch(num_samples: int, num_ids: int = 50) -> KeyedJaggedTensor:
 
 
 def as_tensor_dict(features: KeyedJaggedTensor) -> TensorDict:
-    of_keys = {
+    tensors = {
         key: torch.nested.nested_tensor_from_jagged(jagged.values(), jagged.offsets())
         for key, jagged in features.to_dict().items()
     }
-    return TensorDict(of_keys, batch_size=[features.stride()])
+    return TensorDict(tensors, batch_size=[features.stride()])
 
 
 def sharded(
@@ -152,7 +152,7 @@ def losses_of_steps(model: nn.Module, optimizer: torch.optim.Optimizer, device: 
 
 
 class Loss(nn.Module):
-    """What a pipeline takes."""
+    """The input of a pipeline."""
 
     def __init__(self, collection: TargetAttentionEmbeddingBagCollection) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def pipelined(
 
 
 def results(device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """What this rank puts out, for each way and case."""
+    """Outputs of this rank, for each way and case."""
     rank = dist.get_rank()
     results: dict[str, dict[str, Tensor]] = {way: {} for way in WAYS}
     for name, way in CASES:
@@ -272,8 +272,8 @@ FEW = [
 """With ids below 3: of four ranks, one has all of the items that are looked up, or one has none."""
 
 
-def of_four_ranks(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """What this rank puts out after a step, and the trained parameters."""
+def train_on_four_ranks(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """The output of this rank after a step, and the trained parameters."""
     results = []
     for options in FEW:
         # FBGEMM takes no lookup on CPU all of whose tables are empty.
@@ -288,7 +288,7 @@ def of_four_ranks(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]
 
 
 def test_four_ranks_of_which_some_have_no_row(backend: str, tmp_path):
-    ranks = run_ranks(of_four_ranks, tmp_path, backend, ranks=4)
+    ranks = run_ranks(train_on_four_ranks, tmp_path, backend, ranks=4)
     for at, options in enumerate(FEW):
         model = make_collection(**options)
         batches = [make_batch(rank, num_ids=3) for rank in range(4)]
@@ -318,8 +318,8 @@ TIMES = {
 
 def make_events(rank: int, dtype: torch.dtype) -> KeyedJaggedTensor:
     times = [TIMES[dtype][(sample + rank) % len(TIMES[dtype])] for sample in range(4)]
-    lengths = [len(of_events) for of_events, _ in times]
-    events = [time for of_events, _ in times for time in of_events]
+    lengths = [len(event_times) for event_times, _ in times]
+    events = [time for event_times, _ in times for time in event_times]
     ids = (torch.arange(8 + sum(lengths)) * 7919 % 50).tolist()
     values = [*ids, *events, *(now for _, now in times)]
     return KeyedJaggedTensor(
@@ -344,8 +344,8 @@ AGED = [
 ]
 
 
-def of_ages(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """What this rank puts out, and gradients of the attention."""
+def train_with_ages(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """The output of this rank, and gradients of the attention."""
     results = []
     for dtype, options in AGED:
         model = sharded(device, make_aged(**options), "stay by row")
@@ -361,13 +361,13 @@ def of_ages(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
 
 
 def test_ages_are_those_of_one_rank(backend: str, tmp_path):
-    ranks = run_ranks(of_ages, tmp_path, backend)
+    ranks = run_ranks(train_with_ages, tmp_path, backend)
     for at, (dtype, options) in enumerate(AGED):
         model = make_aged(**options)
         outs = [model(make_events(rank, dtype)).values() for rank in range(len(ranks))]
         torch.stack([out.square().sum() for out in outs]).mean().backward()
-        for expected, of_rank in zip(outs, ranks, strict=True):
-            out, grads = of_rank[at]
+        for expected, rank_results in zip(outs, ranks, strict=True):
+            out, grads = rank_results[at]
             assert_same_run(out, expected)
             for name, grad in grads.items():
                 assert_same_run(grad, model.get_parameter(name).grad, name=name)

@@ -84,8 +84,8 @@ def test_sharded_training_equals_training_in_one_process(ranks: OnRanks, backend
         expected = train_unsharded(model, optimizer, world_size(backend), device)
         for name, value in model.state_dict().items():
             assert not torch.equal(value, before[name]), f"{name} was not trained"
-        of_ranks = [results["trained"][at] for results in ranks]
-        assert_equal_training(of_ranks, expected, model, f"{sharding.value} {optimizer}")
+        results_per_rank = [results["trained"][at] for results in ranks]
+        assert_equal_training(results_per_rank, expected, model, f"{sharding.value} {optimizer}")
 
 
 class AnyShardingOfBags(EmbeddingBagCollectionSharder):
@@ -136,7 +136,7 @@ def test_bags_across_two_hosts(tmp_path: Path, backend: str):
 
 
 def means_on_a_grid(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What bags of two rows give on a grid, and what they are told to give."""
+    """Outputs of bags of two rows on a grid, and the configured ones."""
     table = EmbeddingBagConfig(
         name="t_tag",
         embedding_dim=8,
@@ -169,13 +169,13 @@ def assert_equal_training(
     model: nn.Module,
     what: str,
 ) -> None:
-    """Losses, logits and parameters of ``ranks`` are those of the unsharded ``model``."""
+    """Losses, logits and parameters of ``ranks`` equal the results of the unsharded ``model``."""
     for rank, results in enumerate(ranks):
         for step, (loss, logits) in enumerate(results["steps"]):
             losses, all_logits = expected[step]
             for name, x, y in (("loss", loss, losses[rank]), ("logits", logits, all_logits[rank])):
-                of_step = f"{what}, {name} of rank {rank} in {step}"
-                assert_same_run(x, y, num_steps=step + 1, name=of_step)
+                description = f"{what}, {name} of rank {rank} in {step}"
+                assert_same_run(x, y, num_steps=step + 1, name=description)
         assert len(results["steps"]) == len(expected)
     state, after = ranks[0]["state"], model.state_dict()
     assert state.keys() == after.keys()

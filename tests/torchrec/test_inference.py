@@ -1,4 +1,4 @@
-"""From a trained DLRM to what serves it: quantized, sharded, traced, scripted, exported, compiled.
+"""Inference with a trained DLRM: quantized, sharded, traced, scripted, exported, compiled.
 
 Each step gives what the one before it gives. Where TorchRec or FBGEMM itself cannot, a test without
 our code shows it, and fails on the day it can.
@@ -70,7 +70,7 @@ class Scorer(nn.Module):
 
 
 def make_scorer(tables: str, device: torch.device) -> Scorer:
-    """With tables as they were trained (``"fp32"``) or quantized."""
+    """With trained tables (``"fp32"``) or quantized tables."""
     scorer = Scorer(make_model().model.to(device)).eval()
     if tables != "fp32":
         dtype, output_dtype = QUANTIZED[tables]

@@ -26,7 +26,7 @@ LENGTHS = {
 )
 def test_ids_of_each_key_are_spread_evenly(name, dtype, weighted, device):
     lengths = LENGTHS[name]
-    counts = [sum(of_key) for of_key in lengths]
+    counts = [*map(sum, lengths)]
     ids = torch.arange(sum(counts), device=device)
     features = KeyedJaggedTensor(
         keys=[f"key {k}" for k in range(len(lengths))],
@@ -64,5 +64,5 @@ def longest_bags(device):
 
 def test_lookups_of_ranks_take_short_bags(tmp_path: Path, backend: str):
     ranks = run_ranks(longest_bags, tmp_path, backend)
-    before, after = (max(of_ranks) for of_ranks in zip(*ranks, strict=True))
+    before, after = map(max, zip(*ranks, strict=True))
     assert 0 < after < before

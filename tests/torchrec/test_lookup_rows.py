@@ -68,14 +68,14 @@ def unique_ids_on_cpu(
     """FBGEMM's ``jagged_unique_indices``, which has no CPU kernel."""
     num_features = len(base_of_features) - 1
     num_samples = (len(offsets) - 1) // num_features
-    of_places = torch.repeat_interleave(offsets[::num_samples].diff())
-    unique, reverse = torch.unique(ids + base_of_features[of_places], return_inverse=True)
+    feature_index = torch.repeat_interleave(offsets[::num_samples].diff())
+    unique, reverse = torch.unique(ids + base_of_features[feature_index], return_inverse=True)
     lengths = torch.zeros(len(offsets) - 1, dtype=torch.int64)
     first_features = torch.nonzero(features_of_tables.diff()).flatten().tolist()
     for begin, end in zip(first_features, [*first_features[1:], num_features], strict=True):
-        own = (unique >= base_of_features[begin]) & (unique < base_of_features[end])
-        lengths[begin * num_samples] = own.sum()  # samples share them out in any way
-        unique[own] -= base_of_features[begin]
+        in_range = (unique >= base_of_features[begin]) & (unique < base_of_features[end])
+        lengths[begin * num_samples] = in_range.sum()  # samples share them out in any way
+        unique[in_range] -= base_of_features[begin]
     return lengths, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), unique, reverse
 
 
@@ -130,7 +130,7 @@ def batches(case: str, once: bool) -> Iterator[Batch]:
 def trained(
     device: torch.device, case: str, once: bool, pipelined: bool = False
 ) -> tuple[list[Tensor], dict[str, Tensor], list[tuple[int, int]]]:
-    """Logits of each step, parameters after the last, rows and places of what is read by index."""
+    """Logits of each step, parameters after the last, rows and indices of gathered histories."""
     model, seen = sharded(device, case, once), []
 
     def look(_module: nn.Module, inputs: tuple, keywords: dict[str, Tensor]) -> None:
@@ -148,7 +148,7 @@ def trained(
         assert "ShardedEmbeddingCollection" in names
         return logits, full_state_dict(model, device), seen
     on_device = (batch.to(device) for batch in batches(case, once))
-    logits = [of_step.detach().cpu() for _, (_, of_step, _) in train_on(model, on_device)]
+    logits = [step_logits.detach().cpu() for _, (_, step_logits, _) in train_on(model, on_device)]
     return logits, full_state_dict(model, device), seen
 
 
@@ -167,8 +167,8 @@ def with_copies(device: torch.device, case: str) -> tuple[nn.Module, Batch]:
 def take_copies_or_refuse_those_without_a_gradient(device: torch.device) -> None:
     model, batch = with_copies(device, "ids, by table")
     expected = sharded(device, "ids, by table", once=True)(batch)
-    for actual, of_rows in zip(model(batch), expected, strict=True):
-        torch.testing.assert_close(actual, of_rows)
+    for actual, expected_rows in zip(model(batch), expected, strict=True):
+        torch.testing.assert_close(actual, expected_rows)
     model, batch = with_copies(device, "samples, by table")
     with pytest.raises(NotImplementedError, match="must have no hook that reads the rows, got one"):
         model(batch)
@@ -200,17 +200,17 @@ def train_on_ranks(
 def test_trains_as_with_all_copies(ranks: list[dict[str, list[tuple]]], case: str):
     for results in ranks:
         (expected, state, _), *others = results[case]
-        for logits, of_once, _ in others:
-            for step, (actual, of_all) in enumerate(zip(logits, expected, strict=True), 1):
-                assert_same_run(actual, of_all, num_steps=step)
-            assert of_once.keys() == state.keys()
+        for logits, parameters_once, _ in others:
+            for step, (actual, expected_logits) in enumerate(zip(logits, expected, strict=True), 1):
+                assert_same_run(actual, expected_logits, num_steps=step)
+            assert parameters_once.keys() == state.keys()
             for name, value in state.items():
-                assert_same_run(of_once[name], value, num_steps=NUM_STEPS, name=name)
+                assert_same_run(parameters_once[name], value, num_steps=NUM_STEPS, name=name)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_row_of_a_history_is_copied(ranks: list[dict[str, list[tuple]]], case: str):
-    """Where it can be read by index; then the rows are those of a whole lookup."""
+    """If it can be read by gather indices; the rows are the rows of a whole lookup then."""
     for results in ranks:
         (_, _, plain), *others = results[case]
         assert plain == []

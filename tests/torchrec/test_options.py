@@ -111,7 +111,7 @@ def changed(
     sharder: Sharder = EmbeddingCollectionSharder,
     **options: Any,
 ) -> Callable[[torch.device], Losses]:
-    """What is changed in the collection before it is sharded."""
+    """Changes of the collection before it is sharded."""
 
     def run(device: torch.device) -> Losses:
         model = make_model(**options)
@@ -141,7 +141,7 @@ def recompute(collection: nn.Module) -> None:
 
 
 def compile_attention(collection: nn.Module, fullgraph: bool = True) -> None:
-    # What the compiler captures is the same with any backend, and this one is quick.
+    # The captured graph is the same with any backend, and this backend is quick.
     collection.pooling.attentions[0].compile(backend="aot_eager", fullgraph=fullgraph)
 
 
@@ -286,7 +286,7 @@ def weighted(device: torch.device) -> DistributedModelParallel:
     return make_sharded_model(device, optimizer="RowWiseAdagrad", **WEIGHTED)
 
 
-def of_codes(device: torch.device) -> DistributedModelParallel:
+def make_with_codes(device: torch.device) -> DistributedModelParallel:
     return make_sharded_model(device, encoder=over_codes())
 
 
@@ -303,8 +303,8 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     "variable batch sizes without inverse indices": without_inverse_indices,
     "autocast": autocast,
     "encoder layers of a window": trained_with(encoder=ENCODED),
-    "history_codes": trained_with(of_codes),
-    "history_codes, variable batch sizes, evaluated": evaluated_once(of_codes),
+    "history_codes": trained_with(make_with_codes),
+    "history_codes, variable batch sizes, evaluated": evaluated_once(make_with_codes),
     "variable batch sizes": variable_batch_sizes,
     "variable batch sizes, output_dtype bf16": functools.partial(
         variable_batch_sizes, sharders=fused(output_dtype=SparseType.BF16)
@@ -348,7 +348,7 @@ def train_with_options(device: torch.device) -> dict[str, Losses | str]:
 
 
 Trained = tuple[str, list[dict[str, Losses | str]]]
-"""A backend, and what each rank returns."""
+"""A backend, and the results of each rank."""
 
 
 @pytest.fixture(scope="module", name="trained")
@@ -356,7 +356,7 @@ def train_on_ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Tr
     return backend, run_ranks(train_with_options, tmp_path_factory.mktemp("ranks"), backend)
 
 
-# What TorchRec and FBGEMM cannot do, and what they, or we, say then.
+# Options that TorchRec and FBGEMM do not support, and the error messages.
 REFUSED = {
     "gloo": {
         "index dedup": "Could not run 'fbgemm::jagged_unique_indices'",
@@ -443,8 +443,8 @@ def test_evaluated_where_rows_stay(trained):
     device = device_of(trained[0])
     model = make_model(**STAY).to(device).eval()
     losses = losses_by_rank(trained, "stay, evaluated")
-    for rank, of_rank in enumerate(losses):
-        for step, loss in enumerate(of_rank):
+    for rank, rank_losses in enumerate(losses):
+        for step, loss in enumerate(rank_losses):
             assert_same_run(loss, model(make_batch(step, rank).to(device))[0])
 
 
@@ -471,10 +471,10 @@ def dtype_of(option: str) -> torch.dtype:
 def test_lookups_in_half_precision(trained, option: str):
     """As in one process whose lookups, and their gradients, are rounded."""
     losses, dtype = losses_by_rank(trained, option), dtype_of(option)
-    stays = option.startswith("stay")
-    model = make_model(**(STAY if stays else {}))
+    is_local = option.startswith("stay")
+    model = make_model(**(STAY if is_local else {}))
     collection = collection_of(model)
-    not_sent = ("hist", "hist_cat") if stays and "codecs" in option else ()
+    not_sent = ("hist", "hist_cat") if is_local and "codecs" in option else ()
 
     def round_sequences(_module: nn.Module, _inputs: tuple, sequences: dict) -> dict:
         return {
@@ -491,7 +491,7 @@ def test_lookups_in_half_precision(trained, option: str):
     collection.embedding_bag_collection.register_forward_hook(round_bags)
     expected = unsharded(model, trained)
     assert_same_losses(losses, expected, dtype=dtype)
-    assert_tables_learn(losses, expected, trained, STAY if stays else {})
+    assert_tables_learn(losses, expected, trained, STAY if is_local else {})
 
 
 @pytest.mark.parametrize("option", [name for name in OPTIONS if "tables" in name])
@@ -499,7 +499,7 @@ def test_tables_in_half_precision(trained, option: str):
     losses, dtype = losses_by_rank(trained, option), dtype_of(option)
     data_type = DataType.FP16 if dtype == torch.float16 else DataType.BF16
     model = make_model(data_type=data_type, **(STAY if option.startswith("stay") else {}))
-    # FBGEMM rounds what tables learn by chance, so that only the first loss is known.
+    # FBGEMM rounds updates of tables randomly, so that only the first loss is known.
     assert_same_losses(losses[:, :1], unsharded(model, trained)[:, :1], dtype=dtype)
     assert losses.isfinite().all()
 
@@ -516,7 +516,7 @@ def test_autocast(trained, option: str, options: dict[str, Any]):
 def assert_tables_learn(
     losses: Tensor, expected: Tensor, trained: Trained, options: dict[str, Any]
 ) -> None:
-    """The bound of half precision is wider than what tables learn in these few steps."""
+    """The bound of half precision is wider than the updates of these few steps."""
     untrained = unsharded(make_model(**options), trained, tables_learn=False)
     assert (losses - expected).abs().sum() < (losses - untrained).abs().sum() / 2
 

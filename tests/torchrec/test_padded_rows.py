@@ -104,7 +104,7 @@ class Static:
                     block[len(segment) : len(block) - x.spare] = torch.nan
 
     def compact(self, grad: Tensor, x: Segments) -> Tensor:
-        """The gradients of the rows of segments; those of others must be zero."""
+        """The gradients of the rows of segments; all other gradients must be zero."""
         blocks = grad.split(self.blocks(x))
         assert all((blocks[i][n:] == 0).all() for i, n in enumerate(x.counts))
         return torch.cat([blocks[i][:n] for i, n in enumerate(x.counts)])

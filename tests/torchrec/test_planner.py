@@ -1,4 +1,4 @@
-"""What the planner knows of histories whose rows stay, and what is sent in fact."""
+"""Costs of local histories as the planner estimates them, and the bytes that are sent."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def make_planner(kind: type[EmbeddingShardingPlanner]) -> EmbeddingShardingPlann
 def options_of(
     kind: type[EmbeddingShardingPlanner], sharders: list[ModuleSharder], **options: object
 ) -> dict[str, ShardingOption]:
-    """The ways to shard the table of histories on GPUs, and what they cost."""
+    """The ways to shard the table of histories on GPUs, and their costs."""
     enumerated = make_planner(kind)._enumerator.enumerate(make(**options), sharders)
     return {
         option.sharding_type: option

@@ -53,7 +53,7 @@ COUNTS = [
 ]
 ENCODED = {"encoder": EncoderConfig(causal=True, user_embedding=True)}
 SEPARATE = {"side_by_side": False, "init": "mha"}
-# How tables are sharded and learn, and what the model does.
+# Sharding and optimizer of tables, and options of the model.
 CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
     "by table": (ShardingType.TABLE_WISE, "SGD", {}),
     "by row": (ShardingType.ROW_WISE, "RowWiseAdagrad", {}),
@@ -120,7 +120,7 @@ def keyed(
 
 
 def to_samples(batch: Batch) -> Batch:
-    """Each candidate as a sample, with a copy of what its request has."""
+    """Each candidate as a sample, with a copy of the features of its request."""
     features = batch.sparse_features
     lengths, values = [], []
     for key in features.keys():  # noqa: SIM118
@@ -153,9 +153,9 @@ def train_samples(
             if len(batch.labels) == 0:  # which a batch of samples cannot be
                 logits.append(torch.zeros(0))
                 continue
-            loss, (_, of_rank, _) = model(to_samples(batch).to(device))
+            loss, (_, rank_logits, _) = model(to_samples(batch).to(device))
             losses.append(loss)
-            logits.append(of_rank.cpu())
+            logits.append(rank_logits.cpu())
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         (torch.stack(losses).sum() / ranks).backward()
@@ -174,7 +174,7 @@ def make_sharded(device: torch.device, case: str) -> nn.Module:
 
 
 def lookups_of(case: str) -> set[str]:
-    """What is pipelined."""
+    """The pipelined modules."""
     lookups = {f"Sharded{'History' if case in STAY else ''}EmbeddingCollection"}
     if "single_lookup" not in CASES[case][2]:
         lookups.add("ShardedEmbeddingBagCollection")
@@ -199,7 +199,7 @@ def train_sharded(device: torch.device) -> dict[str, dict[str, Any]]:
             assert loss.isnan() == (len(logits) == 0)  # a mean; it has no gradient then
         lookups = {type(module).__name__ for module in pipeline._pipelined_modules}
         assert lookups == lookups_of(case)
-        logits = [of_step.detach().cpu() for _, of_step, _ in steps]
+        logits = [step_logits.detach().cpu() for _, step_logits, _ in steps]
         results[case] = {"logits": logits, "state": full_state_dict(model, device)}
     return results
 

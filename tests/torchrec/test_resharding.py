@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: what was saved of one sharding is loaded into another."""
+"""torch.distributed.checkpoint: checkpoints of one sharding are loaded into another."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ Parts = dict[tuple[int, ...], Tensor]
 
 
 def everything(model: DistributedModelParallel, device: torch.device, ranks: int) -> dict[str, Any]:
-    """Tables and dense layers, what the tables' optimizer remembers, and logits of all batches."""
+    """Tables and dense layers, optimizer states of the tables, and logits of all batches."""
     model.eval()
     with torch.no_grad():
         logits = {
@@ -125,7 +125,7 @@ CHAIN: list[tuple[int, Way]] = [
     (2, (TABLE_WISE, STAY)),
     (2, (TABLE_WISE, TRAVEL)),
 ]
-"""Ranks, and how tables are sharded, of models that are each loaded from the one before."""
+"""Ranks and shardings of models, each of which is loaded from the model before."""
 
 
 @pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "Adam"])

@@ -1,4 +1,4 @@
-"""Rows of histories that stay with their shard: training equals that of one process."""
+"""Attention on the owner ranks of history rows: training equals training in one process."""
 
 import itertools
 from collections.abc import Callable
@@ -136,8 +136,8 @@ def test_training_equals_that_of_one_process(ranks: OnRanks, backend: str, case:
     model = make(case).to(device)
     expected = train_unsharded(model, optimizer, len(ranks), device)
     for sharding in (ROW_WISE, TABLE_WISE):
-        of_ranks = [results[sharding][case] for results in ranks]
-        assert_equal_training(of_ranks, expected, model, f"{case}, {sharding.value}")
+        results_per_rank = [results[sharding][case] for results in ranks]
+        assert_equal_training(results_per_rank, expected, model, f"{case}, {sharding.value}")
 
 
 PLANS: dict[str, tuple[dict[str, ShardingType], dict[str, Any]]] = {
@@ -152,8 +152,8 @@ PLANS: dict[str, tuple[dict[str, ShardingType], dict[str, Any]]] = {
 
 
 def plans_of(device: torch.device) -> list[tuple[str, dict[str, ShardingType], dict[str, Any]]]:
-    """On CPU, FBGEMM adds up what it looks up in replicated tables, and TorchRec fails."""
-    plans = ((name, *of_name) for name, of_name in PLANS.items())
+    """On CPU, FBGEMM pools the rows of replicated tables, and TorchRec fails."""
+    plans = ((name, *plan) for name, plan in PLANS.items())
     return [x for x in plans if device.type == "cuda" or x[0] != "a replicated history"]
 
 
@@ -206,7 +206,7 @@ def attention_weights(
 def weights_with_dropout(device: torch.device) -> dict[str, dict[str, Tensor]]:
     """``[N', H, T]`` weights of each run, and the sample and position of each row."""
     model = sharded(device, make_collection(), "stay by row")
-    features = of_length(LENGTH).to(device)
+    features = make_features(LENGTH).to(device)
     results: dict[str, dict[str, Tensor]] = {}
     for name, options in DROPOUT.items():
         torch.manual_seed(0)
@@ -262,7 +262,7 @@ def test_dropped_weights(ranks: OnRanks):
     assert_same_run(weights, kept.masked_fill(dropped, 0) / 0.6)
 
 
-def of_length(length: int) -> KeyedJaggedTensor:
+def make_features(length: int) -> KeyedJaggedTensor:
     """Three samples whose histories are ``length`` long."""
     counts = [1, length, 2, length, 1]  # of the keys
     times = torch.arange(length).repeat(3)
@@ -285,7 +285,7 @@ def count_by_rank(device: torch.device) -> tuple[list[int], list[list[int]]]:
         start(self, x, *by_rank, is_grad=is_grad)
 
     with mock.patch.object(_Transfer, "start", count):
-        model(of_length(4)).values().sum().backward()
+        model(make_features(4)).values().sum().backward()
     features = model.module.embedding_collections["8"]._exchange.features
     (owners,) = (feature.owners for feature in features if feature.is_local)
     return owners, counts
@@ -316,12 +316,12 @@ def exchange_encoded(device: torch.device) -> list[tuple[Tensor, Tensor]]:
 
 def test_codecs_take_half_rows(once):
     for half, single in once[exchange_encoded]:
-        for of_half, of_single in zip(half, single, strict=True):
-            assert torch.equal(of_half, of_single)
+        for half_rows, single_rows in zip(half, single, strict=True):
+            assert torch.equal(half_rows, single_rows)
 
 
 def record_order(device: torch.device) -> dict[str, list[str]]:
-    """What happens one after the other, forward and backward."""
+    """The order of events, forward and backward."""
     results = {}
     start, finish = _Transfer.start, _Transfer.finish
     reduce, look_up = pooling._segment_reduce, ShardedEmbeddingBagCollection.compute_and_output_dist
@@ -350,7 +350,7 @@ def record_order(device: torch.device) -> dict[str, list[str]]:
                 ShardedEmbeddingBagCollection, "compute_and_output_dist", noted("bags", look_up)
             ),
         ):
-            loss = model(of_length(4)).values().square().sum()
+            loss = model(make_features(4)).values().square().sum()
             events.append("loss")
             loss.backward()
         results[name] = events
@@ -380,7 +380,7 @@ def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
         sent: list[int] = []
         lookup.register_post_odist_tracker_fn(lambda to=sent: to.append(1))
         context = lookup.create_context()
-        sizes = lookup.input_dist(context, of_length(20))
+        sizes = lookup.input_dist(context, make_features(20))
         received = sizes.wait().wait()
         assert way == "travel by row" or sizes.wait().wait()[0] is received[0]
         lookup.compute_and_output_dist(context, received)
@@ -396,12 +396,12 @@ def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
 
 
 def test_lookups_are_tracked_and_prefetched(once):
-    for travelling, staying in once[track_lookups]:
-        assert staying == travelling
+    for travelling, local in once[track_lookups]:
+        assert local == travelling
 
 
 def look_at_what_is_on_its_way(device: torch.device) -> list[Tensor]:
-    """What comes out without hooks, and with those that wait for what a module returns."""
+    """Outputs without hooks, and with hooks that wait for the output of a module."""
     outputs = []
     for is_hooked in (False, True):
         model = sharded(device, make_collection(request_time="now", init="mha"), "stay by row")
@@ -409,7 +409,7 @@ def look_at_what_is_on_its_way(device: torch.device) -> list[Tensor]:
         if is_hooked:
             for module in (collection.embedding_collections["8"], *collection.pooling.attentions):
                 module.register_forward_hook(wait)
-        outputs.append(model(of_length(4)).values())
+        outputs.append(model(make_features(4)).values())
         outputs[-1].sum().backward()
     return [x.detach() for x in outputs]
 
@@ -427,9 +427,9 @@ TABLE = "embedding_collections.8.embeddings.t_item.weight"
 
 
 def look_up_out_of_range(device: torch.device) -> tuple[list[int], Tensor]:
-    """Lengths, of all ranks' samples, of what this rank has, and its rows."""
+    """Lengths of the history rows on this rank, for the samples of all ranks, and the rows."""
     model = sharded(device, make_collection(request_time="now"), "stay by row")
-    features = of_length(4)
+    features = make_features(4)
     features.values()[3:7] = torch.tensor([50, 10**12, -1, -(10**12)])  # a history
     owned = model.module.embedding_collections["8"](features)["hist"].owned
     return owned.lengths.tolist(), owned.rows.detach()
@@ -455,13 +455,13 @@ def refuse(device: torch.device) -> None:
 
     model = sharded(device, make_collection(), "stay by row").module
     lookup = model.embedding_collections["8"]
-    history = lookup(of_length(4))["hist"]
+    history = lookup(make_features(4))["hist"]
     with pytest.raises(NotImplementedError, match="history must have its rows on this rank, got o"):
         model.pooling.attentions[0].attention_weights(torch.zeros(3, 8), history)
 
     lookup._exchange._num_blocks = 2**30
     with pytest.raises(ValueError, match="features must have at most 1 samples"):
-        lookup._exchange.send_sizes(of_length(4))
+        lookup._exchange.send_sizes(make_features(4))
 
 
 def test_refused(once):
@@ -486,7 +486,7 @@ def run_once(device: torch.device) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], list[Any]]:
-    """What each function returns on each of two CPU ranks."""
+    """The result of each function on each of two CPU ranks."""
     ranks = run_ranks(run_once, tmp_path_factory.mktemp("ranks"), "gloo")
     return dict(zip(ONCE, map(list, zip(*ranks, strict=True)), strict=True))
 

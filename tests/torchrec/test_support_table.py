@@ -1,4 +1,4 @@
-"""``docs/torchrec.md`` says what the tests do."""
+"""``docs/torchrec.md`` agrees with the tests."""
 
 import ast
 import functools

@@ -1,6 +1,6 @@
 """The collection in the place of an EmbeddingBagCollection, in TorchRec's own way of training.
 
-Also what goes wrong there: each wrong line is refused, by a message that says what to write.
+Also mistakes: each wrong line is refused, by a message that says what to write.
 """
 
 from collections.abc import Callable

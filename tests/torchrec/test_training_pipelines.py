@@ -48,7 +48,7 @@ Losses = list[Tensor]
 def with_pipeline(
     pipeline_type: type, **options: Any
 ) -> Callable[[DistributedModelParallel, torch.device], Losses]:
-    """Trains on batches from the host, and checks what is pipelined."""
+    """Train on batches from the host, and check which modules are pipelined."""
 
     def run(model: DistributedModelParallel, device: torch.device) -> Losses:
         pipeline = pipeline_type(model, dense_optimizer(model), device, **options)
@@ -119,7 +119,7 @@ def train_pipelined(device: torch.device, sharder: type[ModuleSharder]) -> Runs:
         pipelines.pop("semi-sync, in sync", None)
     runs = {name: (pipeline(make(), device), trained) for name, pipeline in pipelines.items()}
 
-    # What has been trained predicts the same with and without a pipeline.
+    # The trained model predicts the same with and without a pipeline.
     plain.eval()
     with torch.no_grad():
         expected = [plain(batch)[0] for batch in batches(device)]

@@ -1,4 +1,4 @@
-"""A DLRM with attention on two ranks: what the tests of distributed training share."""
+"""A DLRM with attention on two ranks, for tests of distributed training."""
 
 import datetime
 import functools
@@ -64,7 +64,7 @@ LEARNING_RATE = 0.3
 
 
 class LazyAdam(torch.optim.Adam):
-    """Adam as fused into the lookups: a row of a table without a gradient stays as it is."""
+    """Adam as fused into the lookups: table rows without a gradient are not changed."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -89,7 +89,7 @@ class LazyAdam(torch.optim.Adam):
 # Layers have about 90 inputs, histories 7 rows, all ranks 10 samples; gradients have as many.
 assert_same_run = functools.partial(runs.assert_same_run, num_terms=200)
 
-# Fused into the lookups of a sharded table, and what an unsharded one learns by.
+# Optimizers that are fused into lookups of sharded tables, and their unsharded equivalents.
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, torch.optim.SGD, {"lr": LEARNING_RATE}),
     "Adagrad": (torch.optim.Adagrad, torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
@@ -116,7 +116,7 @@ def run_ranks(
     ranks: int | None = None,
     ranks_of_host: int | None = None,
 ) -> list[Any]:
-    """Call ``function(device, *args)`` in one process per rank and return what each returned.
+    """Call ``function(device, *args)`` in one process per rank and return all results.
 
     With fewer ``ranks_of_host`` than ranks, they believe to be on several hosts. A test of more
     ``ranks`` than there are GPUs is skipped with NCCL.
@@ -149,7 +149,7 @@ def _run_rank(
     ranks_of_host: int,
     args: tuple,
 ) -> None:
-    gc.freeze()  # what is imported
+    gc.freeze()  # imported modules
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_of_host)
     device = CPU
@@ -321,8 +321,8 @@ def shard(
     shardings = {name: sequences if name in ATTENDED_TABLES else bags for name in FEATURES}
     shardings |= others or {}
     kernels = {
-        name: EmbeddingComputeKernel.DENSE if of_table == ShardingType.DATA_PARALLEL else kernel
-        for name, of_table in shardings.items()
+        name: EmbeddingComputeKernel.DENSE if kind == ShardingType.DATA_PARALLEL else kernel
+        for name, kind in shardings.items()
     }
     planner = EmbeddingShardingPlanner(
         topology=Topology(
@@ -379,7 +379,7 @@ def shard_with_weights(
     replicated: Collection[str] = (),
     **options: Any,
 ) -> DistributedModelParallel:
-    """``model`` with its parameters, sharded, and tables that learn as they are told."""
+    """``model`` sharded, with its parameters and the given optimizer of tables."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     if sharding != ShardingType.DATA_PARALLEL:
         optimize_tables(model, optimizer, replicated)
@@ -390,7 +390,7 @@ def shard_with_weights(
 
 @torch.no_grad()
 def load(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Copy whole parameters into those of a sharded model, part by part."""
+    """Copy whole parameters into the parameters of a sharded model, shard by shard."""
     for name, value in model.state_dict().items():
         parts = value.local_shards() if isinstance(value, ShardedTensor) else []
         for part in parts:
@@ -415,8 +415,8 @@ def train(
     model: nn.Module, device: torch.device, steps: Iterable[int] = range(NUM_STEPS)
 ) -> list[tuple[Tensor, Tensor]]:
     """Loss and logits of each step on this rank."""
-    of_rank = batches(device, steps, reads_weights(model))
-    return [(loss, logits) for loss, (_, logits, _) in train_on(model, of_rank)]
+    rank_batches = batches(device, steps, reads_weights(model))
+    return [(loss, logits) for loss, (_, logits, _) in train_on(model, rank_batches)]
 
 
 def train_unsharded(
@@ -450,7 +450,7 @@ def train_unsharded(
 
 
 def full_state_dict(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Parameters by name; those of sharded tables are put together on rank 0."""
+    """Parameters by name; sharded tables are gathered on rank 0."""
     state = {}
     for name, value in model.state_dict().items():
         if isinstance(value, ShardedTensor):

@@ -54,6 +54,11 @@ from torchrec_jagged_attn.collection.sharding.looked_up import (
     static_local_ids,
 )
 from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor, Segments
+from torchrec_jagged_attn.collection.sharding.row_groups import (
+    RowLayout,
+    divide_rows,
+    permute_rows,
+)
 from torchrec_jagged_attn.collection.sharding.tables import fixed_rows_in, histories_in
 from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
 
@@ -215,8 +220,8 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             )
         groups = [*self._exchange.groups, *([x] for x in self._local_histories)]
         factor = 1 / self._env.world_size if get_gradient_division() else 1.0
-        layout = _RowLayout(self._exchange.owned_features, received.counts_per_source, [*rows])
-        divided = iter(_Divide.apply(layout, groups, factor, *rows.values()))
+        layout = RowLayout(self._exchange.owned_features, received.counts_per_source, [*rows])
+        divided = iter(divide_rows(layout, groups, factor, [*rows.values()]))
         sent = [
             self._rows_to_send(received, i, next(divided)) for i in range(len(self._send_groups))
         ]
@@ -407,7 +412,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         def wait() -> dict[str, JaggedTensor]:
             rows = get_rows()
             if order is not None:
-                rows = _Permute.apply(rows, order, padding is None)
+                rows = permute_rows(rows, order, padding is None)
             local_lengths = [lengths[name] for name in names]
             return _jagged_tensors(names, rows.split(x.counts), local_lengths, capacities)
 
@@ -432,98 +437,6 @@ def _jagged_tensors(
         name: (JaggedTensor if capacity is None else PaddedJaggedTensor)(values, lengths=x)
         for name, values, x, capacity in zip(names, rows, lengths, capacities, strict=True)
     }
-
-
-class _RowLayout:
-    """Ranges of rows in the outputs of lookups, ordered by feature and source rank.
-
-    Args:
-        features: features with rows on this rank, in the order of the lookups.
-        counts_per_source: numbers of their rows, by source rank and feature.
-        lookups: indices of the lookups.
-    """
-
-    def __init__(
-        self, features: list[Feature], counts_per_source: list[dict[str, int]], lookups: list[int]
-    ) -> None:
-        self._lookups = lookups
-        self._counts = {x.name: [n[x.name] for n in counts_per_source] for x in features}
-        self._ranges: dict[str, tuple[int, int, int]] = {}  # index of the lookup, begin, length
-        ends = dict.fromkeys(lookups, 0)
-        for feature in features:
-            count = sum(self._counts[feature.name])
-            self._ranges[feature.name] = lookups.index(feature.lookup), ends[feature.lookup], count
-            ends[feature.lookup] += count
-
-    def select(self, group: list[Feature], rows: Sequence[Tensor]) -> Tensor:
-        """Return the rows of ``group``, ordered by source rank and feature. This copies them if
-        several features of the group have rows on this rank.
-        """
-        names = [feature.name for feature in group if feature.name in self._ranges]
-        if len(names) > 1:
-            blocks = [self._rows(name, rows).split(self._counts[name]) for name in names]
-            return torch.cat([*itertools.chain(*zip(*blocks, strict=True))])
-        if names:
-            return self._rows(names[0], rows)
-        return rows[self._lookups.index(group[0].lookup)][:0]
-
-    def write_grad(
-        self, group: list[Feature], grad: Tensor, factor: float, out: Sequence[Tensor]
-    ) -> None:
-        """Write ``factor`` times the gradient of :meth:`select` into gradients of lookups."""
-        names = [feature.name for feature in group if feature.name in self._ranges]
-        if len(names) == 1:
-            torch.mul(grad, factor, out=self._rows(names[0], out))
-            return
-        if not names:
-            return
-        counts = itertools.chain(*zip(*(self._counts[name] for name in names), strict=True))
-        blocks = grad.mul(factor).split([*counts])
-        blocks = [x for i in range(len(names)) for x in blocks[i :: len(names)]]
-        targets = [x for name in names for x in self._rows(name, out).split(self._counts[name])]
-        torch._foreach_copy_(targets, blocks)  # pyright: ignore
-
-    def _rows(self, name: str, rows: Sequence[Tensor]) -> Tensor:
-        lookup, begin, count = self._ranges[name]
-        return rows[lookup].narrow(0, begin, count)
-
-
-class _Divide(torch.autograd.Function):
-    """Returns the rows of each group of features. A row of a lookup is in one group. Gradients are
-    multiplied by ``factor``.
-    """
-
-    @staticmethod
-    def forward(ctx, layout, groups, factor, *rows):
-        ctx.layout, ctx.groups, ctx.factor = layout, groups, factor
-        ctx.shapes = [x.shape for x in rows]
-        return tuple(layout.select(group, rows) for group in groups)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        row_grads = [grads[0].new_empty(shape) for shape in ctx.shapes]
-        for group, grad in zip(ctx.groups, grads, strict=True):
-            ctx.layout.write_grad(group, grad, ctx.factor, row_grads)
-        return None, None, None, *row_grads
-
-
-class _Permute(torch.autograd.Function):
-    """Returns ``x[order]``. ``order`` contains each row at most once, except padding, whose
-    gradient is zero; with ``is_permutation``, it contains each row exactly once. So gradients are
-    written, not accumulated.
-    """
-
-    @staticmethod
-    def forward(ctx, x, order, is_permutation):
-        ctx.save_for_backward(order)
-        ctx.shape = None if is_permutation else x.shape
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (order,) = ctx.saved_tensors
-        out = torch.empty_like(grad) if ctx.shape is None else grad.new_zeros(ctx.shape)
-        return out.index_copy_(0, order, grad), None, None
 
 
 class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
