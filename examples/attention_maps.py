@@ -1,4 +1,4 @@
-"""A plot of attention weights."""
+"""Plots attention weights."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ def plot_weights(
     per head.
 
     Args:
-        weights: `[L, T, H]`, as `JaggedTargetAttention.attention_weights` returns them.
+        weights: `[L, T, H]`, the result of `JaggedTargetAttention.attention_weights`.
         candidates: `T` titles.
         events: `L` labels, from the oldest to the newest.
-        bold: `L`, which labels are bold.
+        bold: `L` flags, whether the label is bold.
     """
     import matplotlib.pyplot as plt
 
     num_events, num_candidates, num_heads = weights.shape
     size = 5.5 * num_candidates, 0.24 * num_events + 1
     figure, panels = plt.subplots(1, num_candidates, figsize=size, sharey=True, squeeze=False)
-    for panel, title, each in zip(panels[0], candidates, weights.unbind(1), strict=True):
-        image = panel.imshow(each, aspect="auto", cmap="viridis", vmin=0, vmax=float(weights.max()))
+    highest = float(weights.max())
+    for panel, title, by_head in zip(panels[0], candidates, weights.unbind(1), strict=True):
+        image = panel.imshow(by_head, aspect="auto", cmap="viridis", vmin=0, vmax=highest)
         panel.set_title(title, fontsize=10)
         panel.set_xticks(range(num_heads), [f"head {head}" for head in range(num_heads)])
     first = panels[0, 0]

@@ -1,4 +1,4 @@
-"""Atomic checkpoints, and one on Ctrl-C."""
+"""Atomic checkpoints, also on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DESCRIPTION = {"options", "progress", "features"}
-"""What run.json holds."""
+"""Keys of run.json."""
 
 
 class CheckpointError(Exception):
-    """The checkpoint does not fit; the message says where, why, and what to do."""
+    """A checkpoint cannot be used; the message says which, why, and what to do."""
 
 
 class Checkpoints:
-    """The newest state of one training run, in `directory/step-N`.
+    """Saves and loads the newest state of one training run, in `directory/step-N`.
 
-    Each rank writes its own shards, and the folder is renamed once all are written. Another number
-    of ranks may load it.
+    Each rank writes its own shards, and the folder is renamed after the last write. The number of
+    ranks that load it may differ.
 
     Args:
-        directory: where to; of this run alone.
-        options: which must be equal when a checkpoint is loaded.
-        features: of the data, to serve the model, as JSON.
+        directory: folder of this run.
+        options: options that must be equal when a checkpoint is loaded.
+        features: statistics of the data for serving, as JSON.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class Checkpoints:
         self._directory, self._options, self._features = directory, options, features
 
     def save(self, model: nn.Module, optimizer: KeyedOptimizer, step: int, progress: dict) -> None:
-        """Writes the state after `step` steps; `progress` is saved with it, as JSON.
+        """Write the state after `step` steps, and `progress` as JSON.
 
         Raises:
-            CheckpointError: it cannot be written; the one before is still there.
+            CheckpointError: it cannot be written; the previous checkpoint is kept.
         """
         partial = self._directory / "partial"
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         dist.barrier()
-        with _failures_named(f"cannot write {partial}"):
+        with _checkpoint_errors(f"cannot write {partial}"):
             dcp.save(_state(model, optimizer), checkpoint_id=partial)
         if dist.get_rank() == 0:
             description = {
@@ -74,7 +74,7 @@ class Checkpoints:
         dist.barrier()
 
     def load(self, model: nn.Module, optimizer: KeyedOptimizer) -> dict | None:
-        """Reads the newest state into model and optimizer; gives its progress, None without one.
+        """Load the newest state into model and optimizer. Return its progress, or None without one.
 
         Raises:
             CheckpointError: it was made with other options, or cannot be read.
@@ -97,18 +97,18 @@ class Checkpoints:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Each `directory/step-N`, the newest last."""
+    """Return each `directory/step-N`, the newest last."""
     steps = [path for path in directory.glob("step-*") if re.fullmatch(r"step-[0-9]+", path.name)]
     return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest `directory/step-N`, None without one."""
+    """Return the newest `directory/step-N`, or None."""
     return next(reversed(checkpoints_in(directory)), None)
 
 
 def describe_checkpoint(checkpoint: Path) -> dict:
-    """The options it was made with, the progress so far, and the features of its data.
+    """Return the options of a checkpoint, its progress, and the features of its data.
 
     Raises:
         CheckpointError: they cannot be read.
@@ -127,27 +127,27 @@ def describe_checkpoint(checkpoint: Path) -> dict:
 
 
 def load_state(state: dict, checkpoint: Path, *, no_dist: bool = False) -> None:
-    """Reads what `state` names into its tensors.
+    """Load the tensors of `state` in place.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    with _failures_named(f"cannot read {checkpoint}"):
+    with _checkpoint_errors(f"cannot read {checkpoint}"):
         dcp.load(state, checkpoint_id=checkpoint, no_dist=no_dist)
 
 
 @contextmanager
-def _failures_named(what: str) -> Iterator[None]:
-    """Shortens the tracebacks of ranks to one line."""
+def _checkpoint_errors(message: str) -> Iterator[None]:
+    """Shorten the tracebacks of ranks to one line."""
     try:
         yield
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{what}: {reason}") from None
+        raise CheckpointError(f"{message}: {reason}") from None
 
 
 def _sync(path: Path) -> None:
-    """Waits until the disk has a file, or a folder's list of files."""
+    """Wait until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -172,6 +172,6 @@ class StopSignal:
 
 
 def ignore_stop_signals(_worker: int) -> None:
-    """For processes that make batches: the one that trains ends them."""
+    """Ignore stop signals in a worker of a data loader, which the training process ends."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -3,12 +3,13 @@
     python examples/din.py
     python examples/din.py --steps 1000 --device cuda
 
-A small network weighs each row x of a history by its target q, and no softmax divides the weights:
+A small network computes the weight of each history row x from the row and the target q. Weights are
+not normalized by a softmax:
 
     w_n = MLP([q, x_n, q - x_n, q * x_n]),    out = sum of w_n x_n
 
-The network computes the rows of all samples without padding. Trained on
-synthetic data: the label is whether the history has an event of the target's kind.
+The input of the network is the rows of all samples, without padding. In the synthetic training
+data, the label is whether the history has an event of the target's kind.
 
 Source: Deep Interest Network (KDD '18, https://arxiv.org/abs/1706.06978).
 """
@@ -29,7 +30,7 @@ NUM_ITEMS, NUM_KINDS, MAX_HISTORY, BATCH_SIZE = 100, 10, 20, 128
 
 
 class ActivationUnit(nn.Module):
-    """Pools histories ``[N, D]`` by weights of a network: ``[B, D]``, of targets ``[B, D]``."""
+    """Pools histories ``[N, D]`` for targets ``[B, D]``, to ``[B, D]``."""
 
     def __init__(self, width: int, hidden_dims: tuple[int, int] = (80, 40)) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class ActivationUnit(nn.Module):
 
 
 class Din(nn.Module):
-    """Logits ``[B]`` of targets by their histories, of one table."""
+    """Computes logits ``[B]`` of targets and their histories, which share a table."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -69,8 +70,8 @@ class Din(nn.Module):
 def draw_batch() -> tuple[KeyedJaggedTensor, Tensor]:
     lengths = torch.randint(MAX_HISTORY + 1, (BATCH_SIZE,))
     target, history = (torch.randint(NUM_ITEMS, (n,)) for n in (BATCH_SIZE, int(lengths.sum())))
-    of_kind = history % NUM_KINDS == target.repeat_interleave(lengths) % NUM_KINDS
-    labels = torch.segment_reduce(of_kind.float(), "sum", lengths=lengths) > 0
+    is_same_kind = history % NUM_KINDS == target.repeat_interleave(lengths) % NUM_KINDS
+    labels = torch.segment_reduce(is_same_kind.float(), "sum", lengths=lengths) > 0
     features = KeyedJaggedTensor(
         ["target", "history"], torch.cat([target, history]),
         lengths=torch.cat([torch.ones_like(lengths), lengths]),
@@ -80,7 +81,7 @@ def draw_batch() -> tuple[KeyedJaggedTensor, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--steps", type=number(int, 1, 10**6), default=300, help="of training")
+    parser.add_argument("--steps", type=number(int, 1, 10**6), default=300, help="training steps")
     parser.add_argument("--device", type=torch.device, default="cpu", help="such as cuda")
     args = parser.parse_args()
     torch.manual_seed(0)

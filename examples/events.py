@@ -1,8 +1,8 @@
 """Batches for a TorchRec model from a log of interactions of users with items.
 
-A data source delivers an `InteractionLog`. `Events` makes examples of its rows: each row is a
-positive example, and items that its user did not take are negative ones. The history of all of them
-is the user's *strictly earlier* rows.
+A data source returns an `InteractionLog`. `Events` makes examples of its rows: each row is a
+positive example, and items that the user has not taken are negative examples. The history of an
+example is the user's *strictly earlier* rows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 NUM_DENSE_FEATURES = 3
 LONGEST_DWELL = 3600
-"""Seconds beyond which a pause says no more of how long an item was looked at."""
+"""Maximum dwell time in seconds that is derived from the pause before the next event."""
 MAX_REDRAWS = 50
-"""How often a negative that the user has taken is drawn again before it is given up."""
+"""Maximum number of draws of a negative item that the user has not taken."""
 
 
 class DataError(Exception):
@@ -35,9 +35,9 @@ class InteractionLog:
         user, item, time: int64 `[M]`; ids from 0, time in seconds.
         category: int64 `[num_items]`, one id per item.
         user_features: name -> int64 `[num_users]`, one id per user.
-        dwell: int64 `[M]`, seconds that each item was looked at; without it, the time to the user's
-            next row, an hour at most, and nothing for the last.
-        converted: bool `[M]`, whether each converted; without it, all did.
+        dwell: int64 `[M]`, dwell times in seconds. By default the time to the user's next row, at
+            most an hour, and 0 for the last row.
+        converted: bool `[M]`, whether each row converted. By default all rows convert.
     """
 
     user: np.ndarray
@@ -66,34 +66,34 @@ class InteractionLog:
         return len(self.category)
 
     def cardinalities(self) -> dict[str, int]:
-        """Feature name -> number of ids, the rows of its embedding table."""
+        """Return the number of ids of each feature, by name."""
         features = {"category": self.category, **self.user_features}
         return {"item": self.num_items} | {name: int(i.max()) + 1 for name, i in features.items()}
 
 
 class Events:
-    """A log as training and test examples, split at one moment in time.
+    """Training and test examples from a log, split at one time.
 
-    An example is a row of the log with a candidate item: the item that was taken (label 1), or one
-    that the user has not taken so far (label 0). The latter is drawn as often as it occurs in
-    training time. The example's history is the user's newest `max_history` rows strictly before
-    the row's second: rows of one second have no order.
+    An example is a row of the log with a candidate item: the item that was taken (label 1), or an
+    item that the user has not taken so far (label 0), drawn with its frequency in the training
+    period. The example's history is the user's newest `max_history` rows strictly before the row's
+    second, since rows of one second have no order.
 
     Args:
         log: the interactions.
-        test_fraction: share of the rows, the latest, to test on.
-        max_history: history rows of an example at most.
-        negatives: examples of label 0 for each of label 1.
-        conversions: whether only rows that converted are examples, and histories have dwell times,
+        test_fraction: share of the rows, the latest, for the test.
+        max_history: maximum number of history rows of an example.
+        negatives: number of examples of label 0 per example of label 1.
+        conversions: if True, only rows that converted are examples, and histories have dwell times,
             for a model that selects events.
-        seed: of every random draw.
+        seed: random seed.
 
     Attributes:
-        rows_of_training: rows of the log in training time.
-        train_rows, test_rows: rows that are examples.
+        rows_of_training: rows of the log in the training period.
+        train_rows, test_rows: rows of the log that are examples.
 
     Raises:
-        DataError: nothing is left to train or to test on, or times are too far apart.
+        DataError: there are no training or no test examples, or times are too far apart.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Events:
         self._dense_mean, self._dense_std = train.mean(0), train.std(0) + 1e-6
 
     def features(self) -> dict:
-        """What a served model must know of them, as JSON: ids per feature, and dense statistics."""
+        """Return ids per feature, and statistics of dense features, for serving."""
         return {
             "cardinalities": self.log.cardinalities(),
             "dense_mean": self._dense_mean.tolist(),
@@ -148,12 +148,12 @@ class Events:
         }
 
     def training(self, epoch: int, half_life: float | None = None) -> Examples:
-        """All training rows, with new negatives in each epoch; `half_life` as in `Examples`."""
+        """Return all training examples, with new negatives in each epoch; see `Examples`."""
         rng = np.random.default_rng((self._seed, epoch))
         return self._examples(self.train_rows, rng, half_life)
 
     def testing(self, half_life: float | None = None) -> Examples:
-        """All test rows, with the same negatives in each call."""
+        """Return all test examples, with the same negatives in each call."""
         return self._examples(self.test_rows, np.random.default_rng(self._seed), half_life)
 
     def _examples(
@@ -173,18 +173,18 @@ class Events:
         return Examples(self, row, item, label, dense, half_life)
 
     def _taken(self, row: np.ndarray, item: np.ndarray) -> np.ndarray:
-        """Whether the row's user has taken the item before or in the row's second."""
+        """Return whether the row's user has taken the item before or in the row's second."""
         pair = self.log.user[row] * self.log.num_items + item
         return self._pairs.count(pair, self.log.time[row] + 1) > 0
 
     def _dense(self, row: np.ndarray, item: np.ndarray) -> np.ndarray:
-        """`[S, 3]`: earlier rows of the user, seconds since the last, earlier rows of the item."""
+        """Return `[S, 3]`: earlier rows of user, seconds since the last, earlier rows of item."""
         seen = self._items.count(item, self.log.time[row])
         return np.log1p(np.stack([*self._row_dense[:, row], seen], axis=1))
 
 
 class _Sightings:
-    """Counts how often a key was seen before a time, for many keys and times at once."""
+    """Counts the occurrences of keys before given times."""
 
     def __init__(self, keys: np.ndarray, times: np.ndarray) -> None:
         self._first_time = int(times.min())
@@ -198,14 +198,14 @@ class _Sightings:
 
 
 class Examples(Dataset):
-    """Examples to be indexed with many positions: a whole batch at once, without a loop.
+    """Examples that are indexed with the positions of a whole batch.
 
     Args:
-        events: whose log holds the histories; an example is its row number, never a copy.
+        events: the events whose log contains the histories.
         row, item, label: `[S]`, the log row, the candidate, and whether it was taken.
         dense: `[S, NUM_DENSE_FEATURES]`.
-        half_life: makes the histories weighted: the weight halves every so many rows, from the
-            newest to the oldest, and a history's weights add up to one.
+        half_life: if given, history rows have weights, which halve every `half_life` rows from the
+            newest to the oldest and sum to one.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Examples(Dataset):
         return len(self.label)
 
     def __getitem__(self, index: Tensor | list[int]) -> Batch:
-        """The batch of the examples at `index` `[B]`; histories are oldest first."""
+        """Return the batch of the examples at `index` `[B]`; histories are oldest first."""
         user, item, end = self.user[index], self.item[index], self.history_end[index]
         lengths = end - self.history_start[index]
         total = int(lengths.sum())
@@ -271,7 +271,7 @@ class Examples(Dataset):
                 values=torch.cat([ids for ids, _ in features.values()]),
                 lengths=torch.cat([rows for _, rows in features.values()]),
                 weights=weights,
-                # Known here; reading it from a GPU would synchronize.
+                # Computing it on a GPU would synchronize.
                 length_per_key=[len(ids) for ids, _ in features.values()],
             ),
             labels=self.label[index],
@@ -281,10 +281,10 @@ class Examples(Dataset):
 def training_batches(
     count: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, world_size: int = 1
 ) -> list[Tensor]:
-    """This rank's share of each shuffled global batch; an incomplete batch is left out.
+    """Return this rank's share of each shuffled global batch; an incomplete batch is dropped.
 
-    All ranks shuffle alike and take equal shares, so that the mean of their losses is the loss of
-    one process with the whole batch.
+    All ranks use the same order and take equal shares, so that the mean of their losses is the loss
+    of one process with the whole batch.
     """
     shuffled = torch.from_numpy(np.random.default_rng((seed, epoch)).permutation(count))
     full = count // batch_size * batch_size
@@ -294,6 +294,6 @@ def training_batches(
 def evaluation_batches(
     count: int, batch_size: int, *, rank: int = 0, world_size: int = 1
 ) -> list[Tensor]:
-    """Every `world_size`-th example from `rank` on; the last one again on ranks that lack one."""
+    """Return every `world_size`-th example from `rank` on, padded with the last example."""
     padded = torch.arange(-(-count // world_size) * world_size).clamp(max=count - 1)
     return list(padded[rank::world_size].split(batch_size // world_size))

@@ -3,8 +3,8 @@
     python examples/fuse_content.py --data data/ml-1m --download
     python examples/fuse_content.py --data data/ml-1m --bytes 4
 
-A film has three embeddings: the hashed words of its title, its genres, and co-ratings, the films
-that its viewers rated immediately before and after it, in the training split. VQFusion encodes them
+A film has three embeddings: hashed words of its title, genres, and co-ratings, which count films
+that users rated immediately before or after it in the training split. VQFusion encodes them
 together as codes of three levels, five per byte, from which it reconstructs the embeddings and
 predicts the combination of genres and the decade. Codes and model are saved for `history_codes` of
 TargetAttentionConfig.
@@ -156,9 +156,9 @@ def show(
     similar = Table("film", "nearest by codes")
     unit = F.normalize(rows - fusion.pca.mean)
     for title in (title for title in SHOWN if title in titles):
-        at = titles.index(title)
-        nearest = (unit @ unit[at]).topk(min(4, len(titles))).indices.tolist()
-        similar.add_row(title, ", ".join(titles[i] for i in nearest if i != at))
+        index = titles.index(title)
+        nearest = (unit @ unit[index]).topk(min(4, len(titles))).indices.tolist()
+        similar.add_row(title, ", ".join(titles[i] for i in nearest if i != index))
     if similar.row_count:
         console.print(similar)
 

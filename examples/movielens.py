@@ -1,4 +1,4 @@
-"""MovieLens-1M as GroupLens ships it: https://grouplens.org/datasets/movielens/1m/."""
+"""Reads MovieLens-1M in the format of GroupLens: https://grouplens.org/datasets/movielens/1m/."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from events import DataError, InteractionLog
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-1m.zip"
 LIKED = 4
-"""Stars of a rating that has converted."""
+"""Minimum stars of a rating that converts."""
 MAX_DIGITS = 18
-"""Of an integer in 64 bits, whatever the digits."""
+"""Maximum number of digits for which any integer fits in 64 bits."""
 COLUMNS = {
     "ratings.dat": ("UserID", "MovieID", "Rating", "Timestamp"),
     "movies.dat": ("MovieID", "Title", "Genres"),
@@ -25,13 +25,13 @@ COLUMNS = {
 
 
 def read_movielens(directory: Path) -> InteractionLog:
-    """All of `ratings.dat` (or `ratings.dat.gz`) as interactions, whatever their stars.
+    """Read all ratings of `ratings.dat` (or `ratings.dat.gz`) as interactions.
 
-    The category of a film is its combination of genres, such as `Action|Drama`. A rating of four
-    stars or more has converted.
+    The category of a film is its combination of genres, such as `Action|Drama`. Ratings of four
+    stars or more convert.
 
     Raises:
-        DataError: a file is missing, or is not what GroupLens documents.
+        DataError: a file is missing, or not in the format that GroupLens documents.
     """
     ratings, movies, users = (_Table(directory, name) for name in COLUMNS)
     return InteractionLog(
@@ -49,21 +49,21 @@ def read_movielens(directory: Path) -> InteractionLog:
 
 
 def read_films(directory: Path) -> tuple[list[str], list[str]]:
-    """Titles and genres of `movies.dat`, such as `Toy Story (1995)` and `Comedy|Drama`, in the
+    """Read titles and genres of `movies.dat`, such as `Toy Story (1995)` and `Comedy|Drama`, in the
     order of the items of `read_movielens`.
 
     Raises:
-        DataError: as there.
+        DataError: the file is missing, or not in the format that GroupLens documents.
     """
     films = _Table(directory, "movies.dat").columns
     return list(films["Title"]), list(films["Genres"])
 
 
 def download_movielens(directory: Path) -> None:
-    """Fetches the files into `directory`, unless they are there.
+    """Download the files into `directory`, unless they exist.
 
     Raises:
-        DataError: the download fails, or is not the archive that was expected.
+        DataError: the download fails, or is not the expected archive.
     """
     if all((directory / name).exists() for name in COLUMNS):
         return
@@ -114,7 +114,7 @@ class _Table:
         self.columns = dict(zip(names, zip(*rows, strict=True), strict=True))
 
     def integers(self, name: str) -> np.ndarray:
-        """The column as int64."""
+        """Return a column as int64."""
         column = self.columns[name]
         for row, text in enumerate(column):
             if not text.isdecimal() or len(text) > MAX_DIGITS:
@@ -122,11 +122,11 @@ class _Table:
         return np.array(column).astype(np.int64)
 
     def codes(self, name: str) -> np.ndarray:
-        """The column as ids from 0 for its distinct values, in their order."""
+        """Return a column as ids from 0 of its sorted distinct values."""
         return np.unique(self.columns[name], return_inverse=True)[1]
 
     def rows_of(self, other: _Table, name: str) -> np.ndarray:
-        """For each row, the row of `other` with the same value of column `name`."""
+        """Return, for each row, the row of `other` with the same value of column `name`."""
         keys, other_keys = self.integers(name), other.integers(name)
         order = np.argsort(other_keys)
         found = order[np.searchsorted(other_keys, keys, sorter=order).clip(max=len(order) - 1)]

@@ -1,4 +1,4 @@
-"""Shared option types of the scripts; standard library only, so that parsing is fast."""
+"""Option types of the scripts. Imports only the standard library, so that parsing is fast."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the module's docstring as it is."""
+    """Shows defaults, and keeps the line breaks of the module's docstring."""
 
 
 def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
-    """Type of an option: an int or a float from `least` to `most`, neither NaN nor infinite."""
+    """Type of an option: an int or a float from `least` to `most`."""
 
     def parse(text: str) -> float:
         try:
@@ -38,8 +38,8 @@ def writable_folder(text: str) -> Path:
     """Type of an option: a folder to write to, created if missing."""
     folder = Path(text)
     try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        tempfile.TemporaryFile(dir=there).close()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise argparse.ArgumentTypeError(
             f"must be a folder that can be written, got {text!r}: {error.strerror}"
@@ -64,5 +64,5 @@ def package_file(text: str) -> Path:
 
 
 def end_on_ctrl_c() -> None:
-    """Makes Ctrl-C end the process at once, without a traceback, with the exit status of SIGINT."""
+    """Exit immediately on Ctrl-C, without a traceback, with the exit status of SIGINT."""
     signal.signal(signal.SIGINT, lambda number, _frame: sys.exit(128 + number))

@@ -1,4 +1,4 @@
-"""A synthetic log with planted interests, which attention finds and a sum or mean blurs."""
+"""Generates a synthetic log of users with several interests."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 from events import InteractionLog
 
 SWITCH, DROP, STRAY = 0.15, 0.1, 0.05
-"""Chances per event: switch to another interest; swap an interest for a new one; take anything."""
+"""Probabilities per event: follow another interest; replace an interest; take a random kind."""
 CONVERTING, NOISE_CONVERTING = 0.8, 0.02
-"""Chances that an event of interest converts, and that noise does."""
+"""Probabilities that an event of interest and a noise event convert."""
 DWELL, NOISE_DWELL = 40, 4
-"""Seconds that they are looked at, in the median."""
+"""Their median dwell times, in seconds."""
 JOINING_DAYS = 60
-"""Users begin on any of these days: training and test see histories of all lengths."""
+"""Users join on one of these days, so that training and test have histories of all lengths."""
 
 
 def planted_log(
@@ -25,21 +25,21 @@ def planted_log(
     noise: float = 0.0,
     seed: int = 0,
 ) -> InteractionLog:
-    """Users with several interests, who follow one for a few events, then another, and drop some.
+    """Return a log of users who follow one of several interests for a few events, then another.
 
-    What a user takes is of a kind that interests them *now*. A sum or mean over the history counts
-    interests long dropped, and weights by recency forget those that only pause. Attention can weigh
-    events by the candidate's kind and by how long ago it was last seen.
+    Interests are sometimes replaced, and users take items of their *current* interests. A sum or
+    mean over the history counts replaced interests, and weights by recency forget interests that
+    only pause. Attention can weigh events by the candidate's kind and its last occurrence.
 
     Args:
-        num_users: users.
-        num_steps: events of each, those that repeat an item are removed.
-        num_kinds: kinds of items, the categories of the log.
-        items_per_kind: from popular to rare.
-        num_interests: kinds that interest a user at one time.
+        num_users: number of users.
+        num_steps: events per user, before repeated items are removed.
+        num_kinds: number of kinds of items, the categories of the log.
+        items_per_kind: number of items per kind, with decreasing popularity.
+        num_interests: number of kinds that interest a user at a time.
         noise: share of the events with a random kind, short dwell times and few conversions.
             Without noise, all events convert.
-        seed: of every random draw.
+        seed: random seed.
     """
     rng = np.random.default_rng(seed)
     users = np.arange(num_users)

@@ -1,4 +1,4 @@
-"""Records of trainings, and a table and plots that compare them."""
+"""Records of training runs, and a table and plots that compare them."""
 
 from __future__ import annotations
 
@@ -10,44 +10,42 @@ from statistics import median
 
 @dataclass
 class Progress:
-    """The progress of a training."""
+    """The progress of a training run."""
 
-    pooling: str  # how its model pools the history, and the part of it that is kept, if not all
-    epoch: int = 0  # epochs done
-    batch: int = 0  # batches done of the epoch after those
-    # Training loss of each step, mean of the ranks.
-    losses: list[float] = field(default_factory=list)
-    # Samples per second of all ranks together, every few steps.
-    speeds: list[float] = field(default_factory=list)
-    auc: float = 0.0  # area under the ROC curve on the test examples, after the last epoch
-    # Normalised entropy there: log loss over the log loss of predicting the share of ones.
+    pooling: str  # pooling of the history, and the selection of events, if any
+    epoch: int = 0  # number of completed epochs
+    batch: int = 0  # number of completed batches of the current epoch
+    losses: list[float] = field(default_factory=list)  # training loss per step, mean of the ranks
+    speeds: list[float] = field(default_factory=list)  # samples per second of all ranks
+    auc: float = 0.0  # area under the ROC curve of the test examples, after the last epoch
+    # Normalized entropy of the test examples: log loss divided by the log loss of a prediction of
+    # the share of ones.
     ne: float = 0.0
-    # Samples per second of all ranks together in the test, without its first batch; 0 where it has
-    # no other.
+    # Samples per second of all ranks in the test, without its first batch; 0 for a single batch.
     test_speed: float = 0.0
-    way: str = "all"  # by what events are selected; "all" for no selection
-    budget: float = 1.0  # the part of a history that is left
+    way: str = "all"  # selection of events; "all" for no selection
+    budget: float = 1.0  # share of a history that is kept
 
     @property
     def samples_per_second(self) -> float:
-        """The median, which start-up and compilation do not affect."""
+        """Median speed, which start-up and compilation do not affect."""
         return median(self.speeds)
 
     def summary(self) -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         return (
-            f"{self.pooling}, epoch {self.epoch}: AUC {self.auc:.4f}, normalised entropy "
+            f"{self.pooling}, epoch {self.epoch}: AUC {self.auc:.4f}, normalized entropy "
             f"{self.ne:.4f}, {self.samples_per_second:,.0f} samples/s"
         )
 
 
 def print_table(runs: list[Progress]) -> None:
-    """A row for each pooling, the best AUC in bold."""
+    """Print a row for each run, the best AUC in bold."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("pooling", title=f"Test set after {runs[0].epoch} epochs")
-    for heading in ("AUC", "normalised entropy", "samples/s", "test samples/s"):
+    for heading in ("AUC", "normalized entropy", "samples/s", "test samples/s"):
         table.add_column(heading, justify="right")
     best = max(run.auc for run in runs)
     for run in runs:
@@ -63,7 +61,7 @@ def print_table(runs: list[Progress]) -> None:
 
 
 def plot(runs: list[Progress], path: Path) -> None:
-    """AUC and throughput by pooling, side by side, as a PNG."""
+    """Plot AUC and throughput by pooling, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.5), layout="constrained")
@@ -79,7 +77,7 @@ def plot(runs: list[Progress], path: Path) -> None:
 
 
 def plot_selections(runs: list[Progress], path: Path) -> None:
-    """Normalised entropy over throughput, in training and in the test, with a line for each way."""
+    """Plot normalized entropy over throughput, in training and test, with a line per selection."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -94,11 +92,11 @@ def plot_selections(runs: list[Progress], path: Path) -> None:
             for run, point in zip(line, points, strict=True):
                 axes.annotate(f"{run.budget:g}", point)
         axes.set(xlabel=f"{name} samples/s")
-    panels[0].set(ylabel="normalised entropy")
+    panels[0].set(ylabel="normalized entropy")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=150)
 
 
 def write_json(runs: list[Progress], path: Path) -> None:
-    """All records, losses included."""
+    """Write all records, including losses."""
     path.write_text(json.dumps([asdict(run) for run in runs], indent=1))

@@ -1,6 +1,6 @@
-"""Checks requests, makes batches of them and scores them.
+"""Checks requests, converts them to batches and scores them.
 
-What a server needs besides the exported or compiled model; serve_dlrm.py documents requests.
+A server needs this file and the exported or compiled model. serve_dlrm.py documents requests.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ T = TypeVar("T", int, list, dict)
 TARGETS = ["item", "category"]
 HISTORIES = ["item_history", "category_history"]
 MAX_ROWS = 10_000
-"""Of a request's history, and of its candidates."""
+"""Maximum number of events, and of candidates, of a request."""
 MAX_BYTES = 16 * 2**20
-"""Of a request's file."""
+"""Maximum size of a request."""
 MAX_COUNT = 2**63 - 1
 KINDS = {int: "an integer from {} to {}", list: "a list of {} to {}", dict: "an object"}
 
 
 class RequestError(Exception):
-    """The request or the checkpoint cannot be used; the message says where and why."""
+    """A request or checkpoint cannot be used; the message says where and why."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Request:
     """A checked request.
 
     Attributes:
-        dense: `[C, NUM_DENSE_FEATURES]`, normalised.
-        candidates: ids by target.
-        histories: ids by history, from the oldest event to the newest.
-        users: one id for each feature of users.
+        dense: `[C, NUM_DENSE_FEATURES]`, normalized.
+        candidates: ids of each target feature.
+        histories: ids of each history feature, from the oldest event to the newest.
+        users: one id per user feature.
     """
 
     dense: np.ndarray
@@ -50,11 +50,11 @@ class Request:
 
 
 class Requests:
-    """Checks requests, and makes batches of them.
+    """Checks requests and converts them to batches.
 
     Args:
-        features: of the checkpoint: ids per feature, and mean and deviation of dense features.
-        device: of the tensors.
+        features: features of the checkpoint: ids per feature, mean and deviation of dense features.
+        device: device of the tensors.
     """
 
     def __init__(self, features: dict, device: torch.device) -> None:
@@ -69,14 +69,14 @@ class Requests:
 
     @property
     def keys(self) -> list[str]:
-        """The features, in the order of `tensors`."""
+        """Features, in the order of `tensors`."""
         return [*TARGETS, *HISTORIES, *self._user_keys]
 
     def check(self, request: object) -> Request:
-        """The checked request of parsed JSON.
+        """Check a request, given as parsed JSON.
 
         Raises:
-            RequestError: something is missing, of another kind, or out of range.
+            RequestError: a field is missing, of another type, or out of range.
         """
         user = _field(request, "user", "the request", dict)
         history = _field(request, "history", "the request", list, most=MAX_ROWS)
@@ -91,16 +91,16 @@ class Requests:
             (np.log1p(counts) - self._mean) / self._std,
             *(
                 [
-                    [self._id(row, name, f"{where}[{index}]") for index, row in enumerate(some)]
+                    [self._id(row, name, f"{where}[{index}]") for index, row in enumerate(rows)]
                     for name in TARGETS
                 ]
-                for where, some in (("candidates", candidates), ("history", history))
+                for where, rows in (("candidates", candidates), ("history", history))
             ),
             [self._id(user, name, "user") for name in self._user_keys],
         )
 
     def tensors(self, requests: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of `Scorer.forward` for a batch, with a dummy request at its end.
+        """Return the arguments of `Scorer.forward` for a batch, with a dummy request at its end.
 
         The exported model needs at least two requests and two candidates.
         """
@@ -124,46 +124,46 @@ class Requests:
 
 
 class Server:
-    """Scores batches of requests; for one thread at a time.
+    """Scores batches of requests, in one thread at a time.
 
     Args:
-        scorer: a `Scorer`, or what it was exported or compiled to.
-        requests: for its features.
+        scorer: a `Scorer`, as trained, exported or compiled.
+        requests: the requests for its features.
     """
 
     def __init__(self, scorer: Callable[..., Tensor], requests: Requests) -> None:
         self._scorer, self._requests = scorer, requests
 
     @torch.no_grad()
-    def scores(self, some: Sequence[object]) -> list[np.ndarray | RequestError]:
-        """The probabilities of the candidates of each request, or its error.
+    def scores(self, requests: Sequence[object]) -> list[np.ndarray | RequestError]:
+        """Return the probabilities of the candidates of each request, or its error.
 
         Args:
-            some: requests, as JSON or parsed.
+            requests: requests as JSON, or parsed.
         """
         results: dict[int, np.ndarray | RequestError] = {}
         batch: dict[int, Request] = {}
-        for at, request in enumerate(some):
+        for i, request in enumerate(requests):
             try:
                 parsed = parse(request) if isinstance(request, bytes) else request
-                batch[at] = self._requests.check(parsed)
+                batch[i] = self._requests.check(parsed)
             except RequestError as error:
-                results[at] = error
+                results[i] = error
         if batch:
             scores = self._scorer(*self._requests.tensors([*batch.values()])).cpu().numpy()
             ends = [*accumulate(len(request.dense) for request in batch.values())]
-            results |= zip(batch, np.split(scores, ends), strict=False)  # the last is the dummy's
-        return [results[at] for at in range(len(some))]
+            results |= zip(batch, np.split(scores, ends), strict=False)  # without the dummy
+        return [results[i] for i in range(len(requests))]
 
 
 def _field(
     row: object, name: str, where: str, kind: type[T], least: int = 0, most: int = MAX_COUNT
 ) -> T:
-    """`row[name]`, an integer in a range, a list of as many members, or an object."""
+    """Return `row[name]`: an object, or an integer or length of a list in a range."""
     if not isinstance(row, dict):
         raise RequestError(f"{where} must be an object, got {reprlib.repr(row)}")
     value = row.get(name)
-    # True is an int, too, but not of this type.
+    # isinstance(True, int) holds, type(True) is int does not.
     if type(value) is not kind or not least <= (value if kind is int else len(value)) <= most:
         got = f"a list of {len(value)}" if isinstance(value, list) else reprlib.repr(value)
         expected = KINDS[kind].format(least, most)
@@ -172,10 +172,10 @@ def _field(
 
 
 def parse(content: bytes) -> Any:
-    """The parsed JSON; integers beyond 64 bits are text, for an error that names their field.
+    """Parse JSON. Integers beyond 64 bits are returned as text, for an error that names the field.
 
     Raises:
-        RequestError: it is too large, or not JSON in UTF-8.
+        RequestError: the content is too large, or not JSON in UTF-8.
     """
     try:
         if len(content) > MAX_BYTES:
@@ -188,7 +188,7 @@ def parse(content: bytes) -> Any:
 
 
 def read_request(path: Path) -> object:
-    """The parsed file.
+    """Parse a file.
 
     Raises:
         RequestError: the file cannot be read, is too large, or not JSON in UTF-8.

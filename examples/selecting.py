@@ -62,13 +62,13 @@ class AtRandom(nn.Module):
 
 
 def selection_of(way: str, budget: float, keys: list[str], relevance: ByRelevance) -> nn.Module:
-    """Return a module that keeps a share of each user's events, by relevance, age or at random."""
+    """Return a module that keeps a share of each user's events: relevant, newest or random ones."""
     scores = {"relevance": relevance, "newest": None, "random": AtRandom(keys[0])}[way]
     return EventSelection(keys, ShareOfHistory(keys[0], budget), scores=scores)
 
 
 def fit_relevance(events: Events) -> ByRelevance:
-    """Fit the relevance of all events in training time; surfaces are categories of items.
+    """Fit the relevance to all events in the training period; surfaces are categories of items.
 
     Each rank counts a share of the events, and all ranks get the same coefficients.
     """

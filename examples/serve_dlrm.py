@@ -1,6 +1,6 @@
 """Serves a model of train_dlrm.py: scores the candidates of users, and prints latencies.
 
-    python examples/train_dlrm.py --pooling attention     # leaves a checkpoint
+    python examples/train_dlrm.py --pooling attention     # writes a checkpoint
     python examples/serve_dlrm.py                         # scores examples/request.json
 
 The tables are quantized to int8, and the model is exported for any number of requests, candidates
@@ -11,8 +11,8 @@ With --triton FOLDER, it also writes a model for Triton Inference Server. With -
 the K events of the history with the largest weights for each of the best candidates, and the
 weights by head.
 
-A request names the user's features, the history from the oldest event to the newest, and the
-candidates, at most 10,000 of either; counts are not normalized:
+A request has the user's features, up to 10,000 history events from the oldest to the newest, and up
+to 10,000 candidates; counts are not normalized:
 
     {"user": {"cohort": 1, "device": 2, "events": 57, "seconds_since_last": 40},
      "history": [{"item": 7, "category": 0}, ...],
@@ -48,11 +48,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--request", type=Path, default=Path(__file__).parent / "request.json",
                         help="JSON file, see above (default: %(default)s)")
     parser.add_argument("--tables", choices=["int8", "fp32"], default="int8",
-                        help="what the tables are served in (default: %(default)s)")
+                        help="data type of the served tables (default: %(default)s)")
     parser.add_argument("--package", type=package_file, default="runs/serve_dlrm/scorer.pt2",
                         help="the compiled model (default: %(default)s)")
     parser.add_argument("--no-compile", dest="compile", action="store_false",
-                        help="run the exported model as it is")
+                        help="run the exported model without compilation")
     parser.add_argument("--triton", type=writable_folder, metavar="FOLDER",
                         help="model repository for Triton Inference Server to write the compiled "
                              "model to")
@@ -61,8 +61,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--top", type=number(int, 1, 10**6), default=5,
                         help="candidates to show (default: %(default)s)")
     parser.add_argument("--explain", type=number(int, 0, 10_000), default=0, metavar="K",
-                        help="events to show of the history for each of them, those of the largest "
-                             "weight, mean of the heads, as trained (default: %(default)s)")
+                        help="events to show for each of them, with the largest mean weight of the "
+                             "heads in the trained model (default: %(default)s)")
     # fmt: on
     args = parser.parse_args()
     if args.triton is not None and not args.compile:
@@ -102,15 +102,15 @@ input [{ name: "REQUEST", data_type: TYPE_STRING, dims: [ 1 ] }]
 output [{ name: "SCORES", data_type: TYPE_FP32, dims: [ -1 ] }]
 instance_group [{ kind: KIND_AUTO, count: 1 }]
 """
-"""A request is JSON. One instance, or one on each GPU."""
+"""Configuration with JSON requests and one instance, or one per GPU."""
 
 
 class Scorer(nn.Module):
     """A trained DLRM that scores the candidates of requests.
 
     Args:
-        dlrm: with a TargetAttentionEmbeddingBagCollection of jagged candidates.
-        keys: of the features, in the order of `Requests.tensors`.
+        dlrm: a DLRM with a TargetAttentionEmbeddingBagCollection of jagged candidates.
+        keys: keys of the features, in the order of `Requests.tensors`.
     """
 
     def __init__(self, dlrm: DLRM, keys: list[str]) -> None:
@@ -118,23 +118,23 @@ class Scorer(nn.Module):
         self.dlrm, self.keys = dlrm, keys
 
     def forward(self, dense: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Probabilities `[ΣC]` that users take each of their candidates.
+        """Return the probabilities `[ΣC]` that users take each of their candidates.
 
         Args:
             dense: `[ΣC, NUM_DENSE_FEATURES]`.
-            ids: of all requests by feature, first all candidates' items.
-            lengths: `[F, B]`, the parts of `ids`.
+            ids: ids of all requests, ordered by feature.
+            lengths: `[F, B]`, number of ids of each feature and request.
         """
         return self.dlrm(dense, self._features(ids, lengths)).squeeze(1).sigmoid()
 
     def explain(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Weights `[L, C, H]` that each head of each candidate gives each row of the history.
+        """Return the attention weights `[L, C, H]` of history rows, for each candidate and head.
 
-        The arguments are those of `forward`, of the first request. With encoder layers, rows are
-        those that they return.
+        Arguments are as in `forward`; only the first request is explained. With encoder layers,
+        rows are encoded rows.
         """
         collection = self.dlrm.sparse_arch.embedding_bag_collection
-        (lookup,) = collection.embedding_collections.values()  # of one width
+        (lookup,) = collection.embedding_collections.values()  # one per width
         rows = lookup(self._features(ids, lengths))
         targets, histories = (
             torch.cat([rows[name].to_dense()[0] for name in names], dim=1)
@@ -152,7 +152,7 @@ class Scorer(nn.Module):
 
 
 def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
-    """The model of a run's newest checkpoint, and the features of its data."""
+    """Load the model of a run's newest checkpoint, and the features of its data."""
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
         raise RequestError(f"{run} holds no checkpoint; make one with train_dlrm.py")
@@ -171,7 +171,7 @@ def load_scorer(run: Path, device: torch.device) -> tuple[Scorer, dict]:
 
 
 def export_scorer(scorer: Scorer, device: torch.device) -> torch.export.ExportedProgram:
-    """For any number of requests and candidates, from two on, and of history rows."""
+    """Export for any number of history rows, and at least two requests and candidates."""
     candidates, history = [2, 1, 3], [2, 0, 3]
     columns = [candidates] * len(TARGETS) + [history] * len(HISTORIES)
     columns += [[1] * len(candidates)] * (len(scorer.keys) - len(columns))
@@ -184,19 +184,19 @@ def export_scorer(scorer: Scorer, device: torch.device) -> torch.export.Exported
     dynamic = torch.export.Dim.DYNAMIC
     shapes = ({0: dynamic}, {0: dynamic}, {1: dynamic})
     with torch.no_grad():
-        scorer(*example)  # quantized lookups note the order of keys when they are first called
+        scorer(*example)  # the first call initializes quantized lookups
         return torch.export.export(scorer, example, dynamic_shapes=shapes, strict=False)
 
 
 def compile_program(program: torch.export.ExportedProgram, package: Path) -> Callable[..., Tensor]:
-    """`program` compiled into one file, and loaded from it."""
+    """Compile `program` into one file, and load it."""
     package.parent.mkdir(parents=True, exist_ok=True)
     torch._inductor.aoti_compile_and_package(program, package_path=str(package))
     return torch._inductor.aoti_load_package(str(package))
 
 
 def score(server: Server, request: object) -> tuple[np.ndarray, float]:
-    """The candidates' probabilities, and the milliseconds from the parsed request to these."""
+    """Return the candidates' probabilities, and the time of scoring in milliseconds."""
     start = time.perf_counter()
     (scores,) = server.scores([request])
     milliseconds = 1000 * (time.perf_counter() - start)
@@ -209,11 +209,11 @@ def score(server: Server, request: object) -> tuple[np.ndarray, float]:
 def explain(
     scorer: Scorer, requests: Requests, request: object, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The events with the largest weights for each candidate, `most` or all, in descending order.
+    """Return up to `most` events with the largest weights for each candidate, in descending order.
 
     Returns:
-        `[C, K]`, indices into the history; and `[C, K, H]`, the weights by head, ranked by their
-        mean.
+        `[C, K]`, indices into the history, ordered by the mean weight of the heads; and
+        `[C, K, H]`, the weights by head.
     """
     _, *tensors = requests.tensors([requests.check(request)])
     weights = scorer.explain(*tensors).cpu().numpy().swapaxes(0, 1)
@@ -222,13 +222,13 @@ def explain(
 
 
 def write_triton_model(repository: Path, package: Path, features: dict) -> Path:
-    """Writes a model for Triton's Python backend, with all files that it reads."""
+    """Write a model for Triton's Python backend, with all files that it reads."""
     folder = repository / "serve_dlrm"
     version = folder / "1"
     version.mkdir(parents=True, exist_ok=True)
-    here = Path(__file__).parent
-    shutil.copy(here / "triton_model.py", version / "model.py")
-    shutil.copy(here / "scoring.py", version)
+    examples = Path(__file__).parent
+    shutil.copy(examples / "triton_model.py", version / "model.py")
+    shutil.copy(examples / "scoring.py", version)
     shutil.copy(package, version / "scorer.pt2")
     (version / "features.json").write_text(json.dumps(features))
     (folder / "config.pbtxt").write_text(TRITON_CONFIG)
@@ -236,10 +236,10 @@ def write_triton_model(repository: Path, package: Path, features: dict) -> Path:
 
 
 def prepare(args: argparse.Namespace, device: torch.device) -> tuple[Server, dict]:
-    """The served model, by the options, and the features that a server needs."""
+    """Return a server of the exported or compiled model, and the features of its data."""
     scorer, features = load_scorer(args.run, device)
     if args.tables == "int8":
-        register_fake_classes()  # of FBGEMM, for the exporter
+        register_fake_classes()  # FBGEMM's, for the exporter
         quantize_inference_model(scorer)
     program = export_scorer(scorer, device)
     served = compile_program(program, args.package) if args.compile else program.module()
@@ -266,15 +266,15 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
         best.add_row(f"item {item}", f"{scores[index]:.4f}", f"{exact[index]:.4f}")
     console.print(best)
     if args.explain:
-        some = {**request, "candidates": [request["candidates"][index] for index in shown]}
-        console.print(table_of_weights(some, *explain(model, requests, some, args.explain)))
+        shortened = {**request, "candidates": [request["candidates"][index] for index in shown]}
+        console.print(weights_table(shortened, *explain(model, requests, shortened, args.explain)))
     console.print(f"largest difference of all scores: {np.abs(scores - exact).max():.2g}")
 
     latency = Table("milliseconds", title=f"One request, {args.times} times, on {device.type}")
     for percentile in PERCENTILES:
         latency.add_column(f"p{percentile}", justify="right")
-    for label, each in (("as trained", trained), (name, server)):
-        times = [score(each, request)[1] for _ in range(args.times)]
+    for label, timed in (("as trained", trained), (name, server)):
+        times = [score(timed, request)[1] for _ in range(args.times)]
         latency.add_row(label, *(f"{ms:.2f}" for ms in np.percentile(times, PERCENTILES)))
     console.print(latency)
     if args.compile:
@@ -283,13 +283,13 @@ def serve(args: argparse.Namespace, device: torch.device) -> None:
         print(f"for Triton: {write_triton_model(args.triton, args.package, features)}")
 
 
-def table_of_weights(request: dict, events: np.ndarray, weights: np.ndarray) -> Table:
-    """What `explain` returns, a row for each candidate and event."""
-    table = Table("candidate", "event", title="What they look at, as trained")
+def weights_table(request: dict, events: np.ndarray, weights: np.ndarray) -> Table:
+    """Return the results of `explain` as a table, with a row for each candidate and event."""
+    table = Table("candidate", "event", title="Largest attention weights, as trained")
     for name in ("mean", *(f"head {head}" for head in range(weights.shape[2]))):
         table.add_column(name, justify="right")
-    for candidate, *looked_at in zip(request["candidates"], events, weights, strict=True):
-        for event, by_head in zip(*looked_at, strict=True):
+    for candidate, *explained in zip(request["candidates"], events, weights, strict=True):
+        for event, by_head in zip(*explained, strict=True):
             seen = request["history"][event]["item"]
             numbers = (f"{weight:.3f}" for weight in (by_head.mean(), *by_head))
             table.add_row(f"item {candidate['item']}", f"{event}: item {seen}", *numbers)
@@ -299,7 +299,7 @@ def table_of_weights(request: dict, events: np.ndarray, weights: np.ndarray) -> 
 
 def main(args: argparse.Namespace) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # more cost such small layers more than they bring
+        torch.set_num_threads(1)  # layers are too small for several threads
     try:
         serve(args, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except (RequestError, CheckpointError, OSError) as error:

@@ -1,20 +1,21 @@
-"""Trains a DLRM on user histories and compares ways to pool them.
+"""Trains a DLRM on user histories and compares poolings.
 
     python examples/train_dlrm.py                                  # synthetic data, all poolings
     python examples/train_dlrm.py --data data/ml-1m --download     # MovieLens-1M
-    python examples/train_dlrm.py --select relevance newest random # parts of the events
+    python examples/train_dlrm.py --select relevance newest random # subsets of the events
     torchrun --nproc_per_node=2 examples/train_dlrm.py --pooling attention
 
-The model is TorchRec's own DLRM. Poolings differ only in the embedding module: an
-EmbeddingBagCollection that takes the sum or the mean of the history, or weights it by recency; or a
-TargetAttentionEmbeddingBagCollection, where the candidate item attends to the history. Data, seed,
-widths, learning rates and steps are the same for all.
+The model is TorchRec's DLRM. Poolings differ only in the embedding module: an
+EmbeddingBagCollection with the sum, the mean or a recency-weighted mean of the history, or a
+TargetAttentionEmbeddingBagCollection, in which the candidate item attends to the history. Data,
+seed, widths, learning rates and steps are equal.
 
-With --select, the models differ in the events of a history that are kept: all, those most likely to
-convert, the newest, or random ones. Other events are removed before the lookups. Examples are then
-events that converted, and the plot shows normalized entropy over throughput. Most of the synthetic
-events are noise, with short dwell times and few conversions. In MovieLens-1M, four stars convert,
-surfaces are genres, and the time to the user's next rating is the dwell time.
+With --select, models differ in the events of a history that are kept: all events, the events most
+likely to convert, the newest, or random events. Other events are removed before the lookups.
+Examples are then events that converted, and the plot shows normalized entropy over throughput. Most
+of the synthetic events are noise, with short dwell times and few conversions. In MovieLens-1M,
+ratings of four stars or more convert, surfaces are genres, and the time to the user's next rating
+is the dwell time.
 """
 # ruff: noqa: E402
 
@@ -39,15 +40,15 @@ from options import HelpFormatter, end_on_ctrl_c, number, writable_folder
 
 POOLINGS = ("sum", "mean", "recency", "attention")
 WAYS = ("relevance", "newest", "random")
-"""To select events."""
+"""Ways to select events."""
 DEFAULT_OUT = Path("runs/train_dlrm")
 RESULTS, PICTURE = "results.json", "results.png"
 STEPS_PER_LOOK = 10
-"""Steps between checks of the loss and of Ctrl-C: the GPU runs ahead in between."""
+"""Steps between synchronizations, which report the loss and check for Ctrl-C."""
 
 
 class Run(NamedTuple):
-    """One of the compared models: its pooling, and the part of a history that is kept."""
+    """One of the compared models: its pooling, and the share of a history that is kept."""
 
     pooling: str
     way: str = "all"
@@ -55,14 +56,14 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In tables."""
+        """Name in tables."""
         if self.way == "all":
             return self.pooling
         return f"{self.pooling}, {self.budget:g} by {self.way}"
 
     @property
     def folder(self) -> str:
-        """Of its checkpoints."""
+        """Folder of its checkpoints."""
         return self.name.replace(", ", "-").replace(" ", "-")
 
 
@@ -78,52 +79,51 @@ def parse_args() -> argparse.Namespace:
     data.add_argument("--max-history", type=number(int, 1, 10**6), default=200,
                       help="newest events to see")
     data.add_argument("--noise", type=number(float, 0, 1),
-                      help="share of synthetic events that are noise; without it, 0.75 with "
-                           "--select, and else 0")
+                      help="share of synthetic events that are noise; by default 0.75 with "
+                           "--select, otherwise 0")
     data.add_argument("--negatives", type=number(int, 1, 1000), default=1,
-                      help="items not taken per taken one")
+                      help="negative examples per positive example")
 
     model = parser.add_argument_group("model")
     model.add_argument("--pooling", nargs="+", choices=[*POOLINGS, "all"],
-                       help="of the histories; several are trained one after the other; without "
-                            "it, attention with --select, and else all")
+                       help="poolings of the histories, trained one after the other; by default "
+                            "attention with --select, otherwise all")
     model.add_argument("--select", nargs="+", choices=WAYS, default=[],
-                       help="which events the model sees; each is trained with each budget under 1")
+                       help="selections of events, each trained with each budget below 1")
     model.add_argument("--budget", nargs="+", type=number(float, 1e-3, 1),
                        default=[1, 0.5, 0.25, 0.125],
-                       help="parts of a history that --select leaves; 1 is all of it")
+                       help="shares of a history that --select keeps; 1 is the whole history")
     model.add_argument("--width", type=number(int, 4, 4096), default=16,
-                       help="columns of all tables")
-    model.add_argument("--heads", type=number(int, 1, 4096), default=4, help="of the attention")
+                       help="width of all tables")
+    model.add_argument("--heads", type=number(int, 1, 4096), default=4, help="attention heads")
     model.add_argument("--encoder-layers", type=number(int, 0, 100), default=0,
-                       help="in which a history attends to itself, before the attention")
+                       help="layers of self-attention over the history, before target attention")
     model.add_argument("--half-life", type=number(float, 0.01, 1000), default=3,
-                       help="events over which the weight halves in recency pooling; the best on "
-                            "MovieLens-1M of 1.5, 3, 6, 12, 20 and 40")
+                       help="half-life of weights in recency pooling, in events; the default is "
+                            "the best on MovieLens-1M of 1.5, 3, 6, 12, 20 and 40")
 
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=number(int, 1, 10**6),
-                          help="passes; without it, 12 on MovieLens, and on synthetic data 2, or 3 "
-                               "with --select")
+                          help="training epochs; by default 12 on MovieLens, 2 on synthetic data, "
+                               "3 with --select")
     training.add_argument("--batch-size", type=number(int, 1, 10**9), default=1024,
-                          help="of all ranks together")
+                          help="global batch size, of all ranks")
     training.add_argument("--balance", action="store_true",
-                          help="share the history rows of each batch out evenly among the ranks")
+                          help="balance the history rows of each batch between the ranks")
     training.add_argument("--lr", type=number(float, 0, 100), default=1e-3,
-                          help="of Adam, for dense layers")
+                          help="learning rate of Adam, for dense layers")
     training.add_argument("--table-lr", type=number(float, 0, 100), default=0.05,
-                          help="of row-wise Adagrad")
+                          help="learning rate of row-wise Adagrad, for tables")
     training.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0,
-                          help="of data, negatives and weights")
+                          help="seed of data, negatives and weights")
     training.add_argument("--workers", type=number(int, 0, 256),
-                          help="processes that make batches, for each rank; without it, 4 on a GPU "
-                               "and none on a CPU")
+                          help="data loader processes per rank; by default 4 on a GPU, 0 on a CPU")
     training.add_argument("--out", type=writable_folder, default=str(DEFAULT_OUT),
-                          help=f"folder of checkpoints, {RESULTS} and {PICTURE}; an earlier "
-                               "run is moved aside from the default folder, and kept in any other")
+                          help=f"folder of checkpoints, {RESULTS} and {PICTURE}; an earlier run in "
+                               "the default folder is renamed, in another folder it is an error")
     earlier = training.add_mutually_exclusive_group()
     earlier.add_argument("--resume", action="store_true",
-                         help="go on from the checkpoints in --out")
+                         help="continue from the checkpoints in --out")
     earlier.add_argument("--overwrite", action="store_true",
                          help="delete an earlier run in --out")
     # fmt: on
@@ -141,17 +141,17 @@ def parse_args() -> argparse.Namespace:
         if len({*values}) < len(values):
             parser.error(f"{option} must name nothing twice, got {' '.join(map(str, values))}")
     args.pooling = args.pooling or ["attention" if args.select else "all"]
-    given = [name for one in args.pooling for name in (POOLINGS if one == "all" else [one])]
-    if len(set(given)) < len(given):
+    poolings = [x for name in args.pooling for x in (POOLINGS if name == "all" else [name])]
+    if len(set(poolings)) < len(poolings):
         parser.error(f"--pooling must name no pooling twice, got {' '.join(args.pooling)}")
-    if args.select and "recency" in given:
+    if args.select and "recency" in poolings:
         parser.error("--select cannot go with --pooling recency, whose weights are of all events")
     args.epochs = args.epochs or (12 if args.data else 3 if args.select else 2)
     args.noise = args.noise if args.noise is not None else 0.75 * bool(args.select)
-    args.pooling = given
+    args.pooling = poolings
     args.runs = [
         run
-        for pooling in given
+        for pooling in poolings
         for run in (
             *([Run(pooling)] if not args.select or 1 in args.budget else []),
             *(Run(pooling, way, part) for way in args.select for part in args.budget if part < 1),
@@ -164,7 +164,7 @@ if __name__ == "__main__":
     end_on_ctrl_c()
     ARGS = parse_args()  # before the imports, which take seconds
 
-# TorchRec and FBGEMM log a lot when imported, planned and wrapped.
+# TorchRec and FBGEMM log many messages on import and sharding.
 logging.disable(logging.WARNING)
 warnings.simplefilter("ignore", FutureWarning)
 
@@ -222,7 +222,7 @@ from torchrec_jagged_attn.data import BalancedBatchSampler
 def build_model(
     pooling: str, cardinalities: dict[str, int], args: argparse.Namespace, candidates: str = "one"
 ) -> DLRMTrain:
-    """A DLRM with one table for each kind of id; a history shares the table of its candidate."""
+    """Return a DLRM with one table per kind of id; a history shares the table of its candidate."""
     tables = [
         EmbeddingBagConfig(
             name=f"{name}_table",
@@ -244,7 +244,7 @@ def build_model(
             tables, [attention], candidates=candidates
         )
     else:
-        # The weights of recency pooling come with the batch, see events.py.
+        # The weights of recency pooling are in the batch, see events.py.
         collection = EmbeddingBagCollection(tables, is_weighted=pooling == "recency")
     return DLRMTrain(
         DLRM(
@@ -259,10 +259,10 @@ def build_model(
 def shard(
     model: DLRMTrain, args: argparse.Namespace, device: torch.device, mean_history: float
 ) -> tuple[DistributedModelParallel, KeyedOptimizer]:
-    """Spreads the tables over the ranks, and replicates the dense layers.
+    """Shard the tables, and replicate the dense layers on all ranks.
 
-    Tables are updated inside the backward pass; the returned optimizer's step is for the
-    dense layers. (A table too large for one process would be made on the meta device instead.)
+    Tables are updated in the backward pass; the returned optimizer's step is for the dense layers.
+    (Tables that are too large for one process must be created on the meta device.)
     """
     apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": args.table_lr})
     initial = {name: value.clone() for name, value in model.state_dict().items()}
@@ -272,8 +272,8 @@ def shard(
         batch_size=args.batch_size // dist.get_world_size(),
         constraints={
             table.name: ParameterConstraints(
-                compute_kernels=["fused"],  # the one that learns in backward, on CPU too
-                # Ids per sample, so that the planner knows what a history costs.
+                compute_kernels=["fused"],  # updated in backward, also on a CPU
+                # Mean ids per sample, for the cost estimates of the planner.
                 pooling_factors=[
                     mean_history if feature.endswith("_history") else 1.0
                     for feature in table.feature_names
@@ -285,7 +285,7 @@ def shard(
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
-    # Sharding draws new tables, rank by rank: start at the same ones with any number of ranks.
+    # Sharding initializes tables anew: use the same weights with any number of ranks.
     sharded.load_state_dict(initial)
 
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
@@ -315,9 +315,9 @@ class Training:
         self.half_life = args.half_life if run.pooling == "recency" else None
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
-        not_of_model = ("pooling", "epochs", "workers", "out", "resume", "overwrite", "download")
-        not_of_model += ("select", "budget", "runs")
-        options = {name: str(v) for name, v in vars(args).items() if name not in not_of_model}
+        excluded = ("pooling", "epochs", "workers", "out", "resume", "overwrite", "download")
+        excluded += ("select", "budget", "runs")
+        options = {name: str(v) for name, v in vars(args).items() if name not in excluded}
         options["conversions"] = str(events.conversions)
         folder = args.out / run.folder
         self.checkpoints = Checkpoints(folder, options, events.features())
@@ -330,7 +330,7 @@ class Training:
                 print(f"{folder} holds no checkpoint to resume: {run.name} starts anew", flush=True)
 
     def run(self, stop: StopSignal) -> Progress:
-        """Trains epoch by epoch, with a checkpoint after each; a stop leaves one, too."""
+        """Train, and save a checkpoint after each epoch and on a stop."""
         progress = self.progress
         while progress.epoch < self.args.epochs:
             stopped = self._train_epoch(stop)
@@ -346,7 +346,7 @@ class Training:
         return progress
 
     def _train_epoch(self, stop: StopSignal) -> bool:
-        """Trains the rest of the epoch, or, if a stop comes, a part of it: then it returns True."""
+        """Train the rest of the epoch. Return True if it was stopped before its end."""
         args, progress = self.args, self.progress
         examples = self.events.training(progress.epoch, self.half_life)
         batches = self._training_batches(examples)
@@ -381,7 +381,7 @@ class Training:
         return False
 
     def _training_batches(self, examples: Examples) -> Iterable[Tensor | list[int]]:
-        """This rank's batches of the epoch that were not trained on yet."""
+        """Return this rank's remaining batches of the epoch."""
         args, progress = self.args, self.progress
         if not args.balance:
             batches = training_batches(
@@ -406,7 +406,7 @@ class Training:
         return sampler
 
     def _evaluate(self) -> tuple[float, float]:
-        """AUC and normalised entropy on the test examples, each on one of the ranks."""
+        """Return AUC and normalized entropy of the test examples, which ranks share."""
         examples = self.events.testing(self.half_life)
         batches = evaluation_batches(
             len(examples), self.args.batch_size, rank=self.rank, world_size=self.world_size
@@ -421,9 +421,9 @@ class Training:
         if len(batches) > 1:
             timed = (len(batches) - 1) * self.args.batch_size
             self.progress.test_speed = timed / (time.perf_counter() - start)
-        of_ranks = [torch.empty_like(logits) for _ in range(self.world_size)]
-        dist.all_gather(of_ranks, logits)
-        predictions = torch.stack(of_ranks, dim=1).flatten()[: len(examples)].sigmoid()
+        gathered = [torch.empty_like(logits) for _ in range(self.world_size)]
+        dist.all_gather(gathered, logits)
+        predictions = torch.stack(gathered, dim=1).flatten()[: len(examples)].sigmoid()
         labels = examples.label.to(self.device)
         states = get_ne_states(labels, predictions, torch.ones_like(labels), eta=1e-12)
         ne = compute_ne(
@@ -448,7 +448,7 @@ class Training:
 
 
 def read_events(args: argparse.Namespace) -> Events:
-    """MovieLens-1M from --data, or else synthetic data."""
+    """Read MovieLens-1M from --data; without it, generate synthetic data."""
     if args.data is None:
         log = planted_log(num_users=args.users, noise=args.noise, seed=args.seed)
     else:
@@ -472,10 +472,10 @@ def read_events(args: argparse.Namespace) -> Events:
 
 
 def make_room(args: argparse.Namespace) -> None:
-    """Clears --out for a new run; an earlier one is deleted only if requested.
+    """Clear --out for a new run; an earlier run is deleted only if requested.
 
     Raises:
-        CheckpointError: --out holds one, and is not the default folder.
+        CheckpointError: --out has an earlier run, and is not the default folder.
     """
     results = [args.out / name for name in (RESULTS, PICTURE)]
     left = [path for run in args.runs for path in checkpoints_in(args.out / run.folder)]
@@ -487,7 +487,7 @@ def make_room(args: argparse.Namespace) -> None:
             f"--out must hold no earlier run, got {args.out} with {left[-1].relative_to(args.out)};"
             " give another folder, --resume to go on, or --overwrite to delete that run"
         )
-    dist.barrier()  # all ranks have seen the same
+    dist.barrier()  # all ranks have listed the files
     if dist.get_rank() != 0:
         return
     if args.overwrite:
@@ -504,7 +504,7 @@ def make_room(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace, device: torch.device) -> None:
-    """Trains a model for each pooling, or selection of events, and compares them."""
+    """Train a model for each pooling, or selection of events, and compare them."""
     if args.batch_size % dist.get_world_size() != 0:
         raise DataError(
             f"--batch-size {args.batch_size} cannot be shared equally by {dist.get_world_size()} "
@@ -530,7 +530,7 @@ def compare(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def leave(message: str, code: int = 1) -> NoReturn:
-    """Ends all ranks; one prints the reason."""
+    """Exit on all ranks; one of them prints the reason."""
     if dist.get_rank() == 0:
         print(message, file=sys.stderr)
     sys.exit(code)
@@ -547,22 +547,22 @@ def main(args: argparse.Namespace) -> None:
     if "WORLD_SIZE" in os.environ:  # started by torchrun
         dist.init_process_group(backend)
     else:
-        # As torchrun does: threads cost such small layers more than they bring.
+        # As torchrun does: layers are too small for several threads.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
         dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
-    # One GPU a process: backward needs no thread of its own, which finds Python's objects in the
-    # caches of another core. Attention trained 20 % faster for it on an H200.
+    # With one GPU per process, backward needs no other thread, whose core would lack Python's
+    # objects in its caches. With attention, training was 20 % faster on an H200.
     torch.autograd.set_multithreading_enabled(False)
     try:
         compare(args, device)
     except (DataError, CheckpointError) as error:
         leave(f"error: {error}")
     except (OSError, MemoryError) as error:
-        sys.exit(f"error: {error}")  # of this rank, perhaps alone
+        sys.exit(f"error: {error}")  # perhaps on this rank only
     finally:
-        # Sharded models lie in reference cycles and hold the group. Were its threads to outlive the
-        # interpreter, the process could abort at its end.
+        # Sharded models are in reference cycles and refer to the group. If its threads outlived the
+        # interpreter, the process could abort on exit.
         gc.collect()
         dist.destroy_process_group()
 

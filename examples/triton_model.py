@@ -1,8 +1,8 @@
 """A model for Triton Inference Server's Python backend, which serve_dlrm.py --triton writes.
 
-A REQUEST is JSON as serve_dlrm.py describes it, and its SCORES are those of its candidates. Triton
-gives execute() the requests that it has batched. PyTorch, FBGEMM and torchrec_jagged_attn must be
-installed where it runs, in the versions that the model was compiled with.
+A REQUEST is JSON in the format of serve_dlrm.py, and SCORES are the scores of its candidates.
+Triton passes batches of requests to execute(). PyTorch, FBGEMM and torchrec_jagged_attn must be
+installed on the server, in the versions that compiled the model.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 import fbgemm_gpu  # noqa: F401, registers the lookups
 import numpy as np
 import torch
-import triton_python_backend_utils as pb_utils  # Triton's own
+import triton_python_backend_utils as pb_utils  # provided by Triton
 from scoring import RequestError, Requests, Server
 
 
 class TritonPythonModel:
-    """Called by Triton."""
+    """The model that Triton calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model next to this file."""
@@ -31,10 +31,10 @@ class TritonPythonModel:
         self._server = Server(scorer, Requests(features, device))
 
     def execute(self, requests: list) -> list:
-        """A response for each request; an invalid one does not affect the others."""
-        given = [pb_utils.get_input_tensor_by_name(x, "REQUEST").as_numpy() for x in requests]
-        scores = self._server.scores([x.item() if x.size == 1 else x.tolist() for x in given])
-        return [_response(each) for each in scores]
+        """Return a response for each request; an invalid request does not affect the others."""
+        inputs = [pb_utils.get_input_tensor_by_name(x, "REQUEST").as_numpy() for x in requests]
+        scores = self._server.scores([x.item() if x.size == 1 else x.tolist() for x in inputs])
+        return [_response(x) for x in scores]
 
 
 def _response(scores: np.ndarray | RequestError) -> pb_utils.InferenceResponse:

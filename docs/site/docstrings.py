@@ -1,6 +1,6 @@
-"""Docstrings as Markdown: their roles become links, and their formulas MathML.
+"""Docstrings as Markdown: roles become links, and formulas MathML.
 
-Browsers draw MathML themselves, so the site needs no script for formulas.
+Browsers render MathML, so that the site needs no script for formulas.
 """
 
 import re
@@ -18,7 +18,7 @@ PATHS = {
     for page in PAGES.glob("*.md")
     for path in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
 }
-"""Where the reference has each object, by its name."""
+"""Dotted paths of the objects in the API reference, by name."""
 
 
 class Readable(Extension):
@@ -37,16 +37,16 @@ def as_markdown(text: str) -> str:
 
 
 def path_of(name: str) -> str:
-    """The dotted path of an object, or of a method of one."""
+    """Return the dotted path of an object or method."""
     first, dot, method = name.partition(".")
     return f"{PATHS.get(first, first)}{dot}{method}"
 
 
 def block(latex: str) -> str:
-    """A formula on lines of its own: one for each part between wide spaces."""
+    """Return a block formula, with a line for each part between wide spaces."""
     return "".join(formula(part, "block") for part in latex.split(r"\qquad"))
 
 
 def formula(latex: str, display: str) -> str:
-    """One line of MathML."""
+    """Return one line of MathML."""
     return convert(" ".join(latex.split()), display=display).replace("\n", "")

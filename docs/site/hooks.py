@@ -1,8 +1,8 @@
-"""What MkDocs does beyond its plugins to make the site.
+"""Hooks of MkDocs that build the site.
 
-- A file of the repository outside `docs/` that a page links to becomes a page under `repository/`:
-  links work on a code host, and on the site, which needs no other host.
-- A page that loads something from another host is an error: the site is whole by itself.
+- A file of the repository outside `docs/` that a page links to becomes a page under `repository/`,
+  so that links work both on a code host and on the site.
+- A page that loads something from another host is an error.
 """
 
 import json
@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = "repository"
-"""The folder of the site for what is not in `docs/`."""
+"""Folder of the site for files outside `docs/`."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
 REMOTE = re.compile(r"""<(?:script|img|iframe|source)\b[^>]*\ssrc=["']?(?:https?:)?//""")
 REMOTE_STYLE = re.compile(
@@ -47,17 +47,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Turn links of the repository into links of the site."""
-    source, here = source_of(page.file.src_uri), PurePosixPath(page.file.src_uri).parent
+    source, folder = source_of(page.file.src_uri), PurePosixPath(page.file.src_uri).parent
 
     def rewritten(match: re.Match[str]) -> str:
         to = resolve(source, match[1])
-        return match[1] if to is None else relpath(page_of(to), here)
+        return match[1] if to is None else relpath(page_of(to), folder)
 
     return LINK.sub(rewritten, markdown) if source.endswith(".md") else markdown
 
 
 def on_post_page(output: str, page: Page, **_: object) -> None:
-    """Refuse what would be loaded from another host."""
+    """Raise an error if the page would load something from another host."""
     for pattern in (REMOTE, REMOTE_STYLE):
         if found := pattern.search(output):
             raise PluginError(f"{page.file.src_uri} must load nothing remote, got {found[0]}")
@@ -68,14 +68,14 @@ def in_docs(path: str) -> bool:
 
 
 def page_of(path: str) -> str:
-    """The page, or the file, of the site that shows `path` of the repository."""
+    """Return the path in the site of a page or file of the repository."""
     if in_docs(path):
         return path.removeprefix("docs/")
     return f"{OUTSIDE}/{path}" if path.endswith(".md") else f"{OUTSIDE}/{path}.md"
 
 
 def source_of(page: str) -> str:
-    """The path in the repository of what a page shows."""
+    """Return the path in the repository of a page or file of the site."""
     if not page.startswith(f"{OUTSIDE}/"):
         return f"docs/{page}"
     path = page.removeprefix(f"{OUTSIDE}/")
@@ -83,34 +83,34 @@ def source_of(page: str) -> str:
 
 
 def resolve(source: str, link: str) -> str | None:
-    """The path in the repository that `link` of the file `source` leads to, if it is a file."""
+    """Return the path in the repository of the target of `link` in `source`, if it is a file."""
     path = normpath(PurePosixPath(source).parent / link)
     return path if not path.startswith("..") and (ROOT / path).is_file() else None
 
 
 def as_markdown(path: Path) -> str:
-    """A file as a page: Markdown as it is, a notebook by its cells, other text as code."""
+    """Return a file as Markdown: a notebook as its cells, other text as a code block."""
     text = path.read_text()
     if path.suffix == ".md":
         return text
     title = f"# {path.relative_to(ROOT)}\n\n"
     if path.suffix == ".ipynb":
-        return title + "\n\n".join(cell_parts(json.loads(text)["cells"]))
+        return title + "\n\n".join(notebook_blocks(json.loads(text)["cells"]))
     language = {".py": "python", ".json": "json", ".toml": "toml"}.get(path.suffix, "text")
     return f"{title}````{language}\n{text}\n````\n"
 
 
-def cell_parts(cells: list[dict]) -> list[str]:
-    """The cells of a notebook, with what they print and draw."""
-    parts = []
+def notebook_blocks(cells: list[dict]) -> list[str]:
+    """Return the cells of a notebook, with their output."""
+    blocks = []
     for cell in cells:
         source = "".join(cell["source"])
-        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        blocks.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", ()):
             data = output.get("data", {})
             if "image/png" in data:
                 image = "".join(data["image/png"]).replace("\n", "")
-                parts.append(f'<img alt="what the cell draws" src="data:image/png;base64,{image}">')
+                blocks.append(f'<img alt="output of the cell" src="data:image/png;base64,{image}">')
             elif text := output.get("text") or data.get("text/plain"):
-                parts.append(f"```text\n{''.join(text).rstrip()}\n```")
-    return parts
+                blocks.append(f"```text\n{''.join(text).rstrip()}\n```")
+    return blocks

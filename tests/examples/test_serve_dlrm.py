@@ -233,7 +233,9 @@ def test_the_best_candidates_what_they_look_at_and_the_latency_are_printed(
     assert f"The best 4 of {len(REQUEST['candidates'])}" in printed
     for said in (f"{scores.max():.4f}", "p50", "p90", "p99"):
         assert said in printed
-    lines = [line.split() for line in printed.partition("What they look at")[2].splitlines()]
+    lines = [
+        line.split() for line in printed.partition("Largest attention weights")[2].splitlines()
+    ]
     best = int(scores.argmax())
     item = str(REQUEST["candidates"][best]["item"])
     for event, by_head in zip(events[best], weights[best], strict=True):
