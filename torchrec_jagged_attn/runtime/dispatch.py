@@ -1,8 +1,8 @@
 """Kernel dispatch: the kernel variants of an op, and the conditions for each of them.
 
-A variant is a set of kernels that computes an op. Each op has a list of variants, from the fastest
-to the one that supports any call. Dispatch, the table of ``python -m torchrec_jagged_attn`` and the
-log all use these lists.
+A variant is a set of kernels that computes an op. Each op has a list of variants, the fastest
+first; the last variant supports any call. Dispatch, the table of
+``python -m torchrec_jagged_attn`` and the log all use these lists.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def log_choice(name: str, choice: Choice) -> None:
 def _call_site() -> str:
     """Return file and line of the innermost frame outside this package, PyTorch and TorchRec.
 
-    Returns ``"backward"`` if there is none: backward on a GPU runs in a thread of autograd.
+    Returns ``"backward"`` if no such frame exists: backward on a GPU runs in a thread of autograd.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _package_of(frame) in LIBRARIES:
