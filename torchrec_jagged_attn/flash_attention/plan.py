@@ -150,7 +150,7 @@ class Plan:
     constants: Constants = field(repr=False)  # of all kernels, without strides and tile sizes
 
     @property
-    def on_hopper(self) -> bool:
+    def long_on_hopper(self) -> bool:
         """Whether the variant for long samples is ``hopper``."""
         return self.long_samples.variant == "hopper"
 

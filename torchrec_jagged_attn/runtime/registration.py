@@ -121,8 +121,10 @@ def register_op(
 
     def run_backward(*inputs: Any) -> list[Tensor]:
         grads = backward(*as_records(inputs))
-        needs_grad = zip(argument_types, inputs[num_differentiable], strict=True)
-        return [getattr(grads, x) for x, need in needs_grad if need]
+        needs_grad = inputs[num_differentiable]
+        return [
+            getattr(grads, x) for x, need in zip(argument_types, needs_grad, strict=True) if need
+        ]
 
     def run_fake_backward(*inputs: Any) -> list[Tensor]:
         needs_grad, *leaves = inputs[num_differentiable:]

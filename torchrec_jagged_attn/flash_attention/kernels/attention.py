@@ -82,7 +82,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
     plan, num_heads, num_stats = call.plan, args.q.shape[1], outputs.stats[0].numel()
     if dispatch.LOG:
         _log_choices("forward", plan)
-    block = hopper_forward.BLOCK_M if plan.on_hopper else plan.forward["BLOCK_M"]
+    block = hopper_forward.BLOCK_M if plan.long_on_hopper else plan.forward["BLOCK_M"]
     call.cleared_queries = outputs.out, outputs.stats.unsqueeze(-1)
     samples = call.list_tiles(block, tiles_of_keys=False)
     if plan.short_on_hopper:
@@ -98,7 +98,7 @@ def forward(args: FlashArguments) -> FlashOutputs:
             ),
             call.short_launch_arguments(),
         )  # fmt: skip
-    if plan.on_hopper:
+    if plan.long_on_hopper:
         hopper_forward.forward(
             call.inputs, call.biases.by_distance, outputs, samples.tiles, call.window, call.factor,
             plan.constants,
@@ -143,7 +143,7 @@ def backward(
     if not call.num_samples:
         for grad in (*call.cleared_queries, *call.cleared_keys):
             grad.zero_()
-    elif plan.on_hopper:
+    elif plan.long_on_hopper:
         _backward_on_hopper(call, outputs, grads)
     else:
         grads = _backward_general(call, outputs, grads)
@@ -289,7 +289,7 @@ class _Call:
             fits_int32=self.num_samples * num_heads < 2**31 - hopper_short.MAX_ROWS,
         )
         self.plan = plan_of(call)
-        if self.plan.on_hopper and not _are_tma_compatible(*self.inputs, *grads):
+        if self.plan.long_on_hopper and not _are_tma_compatible(*self.inputs, *grads):
             self.plan = plan_of(call._replace(tma_compatible=False))
         self.constants = self.plan.constants._replace(
             Q_STRIDE=self.inputs.q.stride(0),
