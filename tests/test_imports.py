@@ -20,7 +20,7 @@ BELOW = {  # the folders that a folder imports, beside itself and what has no fo
     "data": set(),
     "semantic_ids": {"codes", "runtime", "target_attention"},
     "events": {"collection", "runtime"},
-    "": {*OPERATIONS, "attention", "codes"},  # what has no folder
+    "": {*OPERATIONS, "codes"},  # what has no folder
 }
 
 

@@ -30,7 +30,7 @@ VARIANTS = interaction_plan.VARIANTS | {
 
 
 def versions() -> list[tuple[str, str]]:
-    """Name and version of what the package stands on."""
+    """Return names and versions of this package and its dependencies."""
     rows = [
         ("torchrec_jagged_attn", torchrec_jagged_attn.__version__),
         ("python", platform.python_version()),
@@ -44,25 +44,28 @@ def versions() -> list[tuple[str, str]]:
             continue
         try:
             version = str(getattr(importlib.import_module(name), "__version__", "unknown"))
-        except Exception as error:  # a build for another torch fails in many ways: say how
+        except Exception as error:  # builds for another PyTorch raise various errors
             version = f"does not load: {type(error).__name__}: {error}".splitlines()[0]
         rows.append((name, version))
     return rows
 
 
 def devices() -> list[tuple[torch.device, str]]:
-    """The devices here, and what each is."""
-    found = [(torch.device("cpu"), f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    """Return the devices of this machine, and descriptions of them."""
+    rows = [(torch.device("cpu"), f"{platform.machine()}, {torch.get_num_threads()} threads")]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        about = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
-        found.append((torch.device("cuda", index), about))
-    return found
+        description = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+        rows.append((torch.device("cuda", index), description))
+    return rows
 
 
 def variants() -> list[tuple[str, str, str, str]]:
-    """Op, device, kernel variant and what it supports, for every public op on every device here."""
-    names = [name for name in ops.__all__ if name.islower()]  # the others are types
+    """Return the kernel variants of every public op on every device.
+
+    A row has the op, the device, the variant, and the calls that it supports.
+    """
+    names = [name for name in ops.__all__ if name.islower()]  # other names are classes
     return [
         (name, str(device), *variant)
         for name in names
@@ -72,17 +75,17 @@ def variants() -> list[tuple[str, str, str, str]]:
 
 
 def variants_of(name: str, device: torch.device) -> list[tuple[str, str]]:
-    """The kernel variants of an op on a device, in their order, and what each supports."""
-    variant, why = implementation(device)
+    """Return the kernel variants of an op on a device, and descriptions of supported calls."""
+    variant, reason = implementation(device)
     if variant == "triton" and name in VARIANTS:
         return list(table(VARIANTS[name], device).items())
     if variant == "reference" and name.endswith("_attention"):
         return [cpu_variant()]
-    return [(variant, why)]
+    return [(variant, reason)]
 
 
 def cpu_variant() -> tuple[str, str]:
-    """What computes attention on a CPU, and why."""
+    """Return the implementation of attention on a CPU, and the reason for it."""
     try:
         extension.build()
     except Exception as error:
@@ -91,17 +94,15 @@ def cpu_variant() -> tuple[str, str]:
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
-    """Print ``rows``, the first of which is the header, in aligned columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    """Print ``rows`` in aligned columns. The first row is the header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
     print()
 
 
 def build() -> int:
-    """Build the C++ of attention on a CPU, and print the library's path. Returns the exit code."""
+    """Build the C++ library of attention on a CPU and print its path. Returns the exit code."""
     try:
         print(extension.build())
     except Exception as error:
@@ -111,11 +112,11 @@ def build() -> int:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """The options in ``argv``."""
+    """Parse the options in ``argv``."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrec_jagged_attn",
-        description="Prints versions, devices, and which path each op takes on each device, and "
-        "why. The C++ that attention runs on a CPU is built first, if it was not yet.",
+        description="Prints versions, devices, and the kernel variants of each op on each device. "
+        "Builds the C++ library of attention on a CPU first, if necessary.",
     )
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
@@ -124,29 +125,29 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--build",
         action="store_true",
-        help="only build the C++ of attention on a CPU, and print the library's path; if that "
-        "fails, print the compiler's output and exit with 1",
+        help="only build the C++ library of attention on a CPU and print its path; if that fails, "
+        "print the compiler's output and exit with 1",
     )
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the three tables, or do as the options say. Returns the exit code."""
+    """Print the three tables, or build the C++ library. Returns the exit code."""
     args = parse_args(argv)
     if args.build:
         return build()
     packages = [*versions(), ("TRITON_INTERPRET", "on" if knobs.runtime.interpret else "off")]
-    about = [(str(device), what) for device, what in devices()]
+    descriptions = [(str(device), description) for device, description in devices()]
     if not args.json:
         print_table([("package", "version"), *packages])
-        print_table([("device", "what it is"), *about])
+        print_table([("device", "description"), *descriptions])
     on_cpu, _ = implementation(torch.device("cpu"))
     if on_cpu == "reference" and not extension.is_built():
-        print("Building the C++ for CPUs, once, in some 15 s …", file=sys.stderr, flush=True)
+        print("Building the C++ library for CPUs, about 15 s …", file=sys.stderr, flush=True)
     columns = ("op", "device", "path", "why")
     if args.json:
-        of_ops = [dict(zip(columns, row, strict=True)) for row in variants()]
-        tables = {"packages": dict(packages), "devices": dict(about), "ops": of_ops}
+        rows = [dict(zip(columns, row, strict=True)) for row in variants()]
+        tables = {"packages": dict(packages), "devices": dict(descriptions), "ops": rows}
         print(json.dumps(tables, indent=2))
     else:
         print_table([columns, *variants()])

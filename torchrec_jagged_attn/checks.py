@@ -1,4 +1,4 @@
-"""Checks that every op makes of its arguments, worded alike."""
+"""Checks of arguments, with consistent error messages."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from torchrec_jagged_attn.attention.arguments import SCORES, Biases
 from torchrec_jagged_attn.codes import MAX_LEVELS, bytes_of_codes, codes_per_byte
 from torchrec_jagged_attn.devices import implementation, supported_dtypes
 
 
 def should_validate(tensor: Tensor) -> bool:
-    """Whether reading the values of ``tensor`` to check them is allowed here.
+    """Return whether the values of ``tensor`` should be checked.
 
-    Always on CPU. On CUDA a read waits for the device, so only when the environment variable
-    ``TORCHREC_JAGGED_ATTN_VALIDATE`` is ``1``. Never while compiling, nor of what has no values.
+    Values on a CPU are always checked. On CUDA, reading them synchronizes with the device: they are
+    checked only if the environment variable ``TORCHREC_JAGGED_ATTN_VALIDATE`` is ``1``. Values are
+    not checked during compilation, nor if the tensor has none.
     """
     if torch.compiler.is_compiling():
         return False
@@ -31,26 +31,26 @@ def should_validate(tensor: Tensor) -> bool:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether there are values to read: not on the meta device, nor in ``FakeTensorMode``."""
+    """Return whether ``tensor`` has values: not on the meta device, nor in ``FakeTensorMode``."""
     is_mode_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     if tensor.is_meta or is_mode_fake:
         return False
-    # Only a subclass, or what a transform wraps, may be fake: is_fake takes longer than all else.
+    # is_fake is slow, and only subclasses and tensors that a transform wraps may be fake.
     is_plain = type(tensor) is Tensor and not torch._C._are_functorch_transforms_active()
     return is_plain or not is_fake(tensor)
 
 
 def check_has_values(tensor: Tensor, name: str) -> None:
-    """The number ``name``, which ``tensor`` would tell, must be given where it has no values."""
+    """Check that ``tensor`` has values, from which the missing argument ``name`` is computed."""
     if not torch.compiler.is_compiling() and not has_values(tensor):
         raise ValueError(
-            f"{name} must be given for tensors without values, as those on the meta device or in "
-            "FakeTensorMode are, got None"
+            f"{name} must be given for tensors without values, such as tensors on the meta device "
+            "or in FakeTensorMode, got None"
         )
 
 
 def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
-    """``value`` must be a tensor with strides, or is not what was ``expected``."""
+    """Check that ``value`` is a strided tensor. ``expected`` describes it in the error."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be {expected}, got a {type(value).__name__}")
     if value.layout != torch.strided:
@@ -58,35 +58,33 @@ def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
 
 
 def check_integers(tensor: Tensor, name: str) -> None:
-    """``tensor`` must be int32 or int64."""
+    """Check that ``tensor`` is an int32 or int64 tensor."""
     check_tensor(tensor, name)
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
 
 
 def check_offsets_metadata(offsets: Tensor, name: str = "offsets") -> None:
-    """Check dtype and shape of ``offsets`` (``[B + 1]`` int32 or int64), never their values."""
+    """Check that ``offsets`` are ``[B + 1]`` int32 or int64. Their values are not read."""
     check_integers(offsets, name)
     if offsets.dim() != 1 or offsets.numel() == 0:
         raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
 
 
-MAX_WIDTH = 512
-TIMESTAMP_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
-
-
 def check_float(tensor: Tensor, name: str) -> None:
-    """``tensor`` must have a dtype that its device's implementation computes with."""
+    """Check that ``tensor`` has a dtype that the implementation on its device supports."""
     check_tensor(tensor, name)
     allowed = supported_dtypes(tensor.device)
     if tensor.dtype not in allowed:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        how = implementation(tensor.device)[0]
-        raise TypeError(f"{name} must be one of {names} (implementation {how}), got {tensor.dtype}")
+        raise TypeError(
+            f"{name} must be one of {names} (implementation {implementation(tensor.device)[0]}), "
+            f"got {tensor.dtype}"
+        )
 
 
 def check_embeddings(x: Tensor, name: str) -> None:
-    """``x`` must be rows of embeddings, not ids."""
+    """Check that ``x`` is floating-point: embeddings, not ids."""
     if not x.is_floating_point():
         raise TypeError(
             f"{name} must hold floating-point embeddings, got {x.dtype}: look the ids up in an "
@@ -95,7 +93,10 @@ def check_embeddings(x: Tensor, name: str) -> None:
 
 
 def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | None, ...]) -> None:
-    """``tensor`` must have the shape ``expected`` (``None``: any size), called ``symbols``."""
+    """Check that ``tensor`` has the shape ``expected``, in which ``None`` allows any size.
+
+    ``symbols`` names the dimensions in the error, for example ``"[B, D]"``.
+    """
     check_tensor(tensor, name)
     actual = tensor.shape
     if len(actual) == len(expected):
@@ -109,7 +110,7 @@ def check_shape(tensor: Tensor, name: str, symbols: str, expected: tuple[int | N
 
 
 def check_same(like: Tensor, like_name: str, dtype: bool, **others: Tensor | None) -> None:
-    """The others must be on the device and, if ``dtype``, of the dtype of ``like``."""
+    """Check that ``others`` have the device and, if ``dtype``, the dtype of ``like``."""
     for name, tensor in others.items():
         if tensor is None:
             continue
@@ -123,33 +124,19 @@ def check_same(like: Tensor, like_name: str, dtype: bool, **others: Tensor | Non
 
 
 def check_rows(x: Tensor, name: str, symbols: str, offsets: Tensor, offsets_name: str) -> None:
-    """``x`` must be two-dimensional, of a supported dtype, and where its offsets are."""
+    """Check that ``x`` is ``[N, D]`` of a supported dtype, on the device of valid ``offsets``."""
     check_offsets_metadata(offsets, offsets_name)
     check_float(x, name)
     check_shape(x, name, symbols, (None, None))
     check_same(x, name, dtype=False, **{offsets_name: offsets})
 
 
-def check_score(score: str, prior_weights: Tensor | None = None) -> None:
-    """``score`` must be a known one, and of prior weights the softmax."""
-    if score not in SCORES:
-        raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
-    if prior_weights is not None and score != "softmax":
-        raise NotImplementedError(
-            f"prior_weights must be None unless score is 'softmax', got score={score!r}"
-        )
-
-
-def check_width(width: int, name: str) -> None:
-    """A head width must lie in 1…512."""
-    if not 1 <= width <= MAX_WIDTH:
-        raise NotImplementedError(f"{name} must have a width of 1 to {MAX_WIDTH}, got {width}")
-
-
 def check_int(
     value: object, name: str, least: int, expected: str = "an int", *, bits: int = 63
 ) -> int:
-    """``value``, which must be an integer of any kind, but no bool, from ``least`` on."""
+    """Return ``value`` as an int. It must be an integer other than a bool, from ``least`` to
+    ``2**bits - 1``. ``expected`` describes its type in the error.
+    """
     if isinstance(value, bool) or not isinstance(value, (Integral, torch.SymInt)):
         raise TypeError(f"{name} must be {expected}, got {value!r}")
     number = cast("int", value if isinstance(value, torch.SymInt) else int(value))
@@ -162,14 +149,14 @@ def check_int(
 
 
 def check_number(value: object, name: str) -> float:
-    """``value``, which must be a finite number of any kind, but no bool."""
+    """Return ``value`` as a float. It must be a finite real number other than a bool."""
     if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if torch.compiler.is_compiling():
         return cast("float", value)
     try:
         number = float(value)
-    except OverflowError:  # an int that no float holds
+    except OverflowError:  # an int larger than any float
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value}")
@@ -177,13 +164,13 @@ def check_number(value: object, name: str) -> float:
 
 
 def check_bool(value: object, name: str) -> None:
-    """``value`` must be a bool."""
+    """Check that ``value`` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def check_device(device: object) -> None:
-    """``device`` must be one that PyTorch knows, or ``None``."""
+    """Check that ``device`` is a valid argument of ``torch.device``, or ``None``."""
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int, NoneType)):
         raise TypeError(f"device must be a torch.device or None, got {device!r}")
     if device is not None:
@@ -196,13 +183,13 @@ def check_device(device: object) -> None:
 
 
 def check_module(value: object, name: str) -> None:
-    """``value`` must be a module."""
+    """Check that ``value`` is a ``torch.nn.Module``."""
     if not isinstance(value, torch.nn.Module):
         raise TypeError(f"{name} must be a torch.nn.Module, got a {type(value).__name__}")
 
 
 def check_dtype(dtype: object) -> None:
-    """``dtype``, of parameters, must be floating-point, or ``None``."""
+    """Check that ``dtype`` is a floating-point dtype, or ``None``."""
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -210,7 +197,7 @@ def check_dtype(dtype: object) -> None:
 
 
 def check_real(value: object, name: str, *, positive: bool = False) -> float:
-    """``value``, which must be a finite number that is not negative or, if ``positive``, over 0."""
+    """Return ``value`` as a float. It must be finite, and at least 0, or ``positive``."""
     number = check_number(value, name)
     if number < 0 or (positive and number == 0):
         expected = "positive and finite" if positive else "finite and not negative"
@@ -218,110 +205,16 @@ def check_real(value: object, name: str, *, positive: bool = False) -> float:
     return number
 
 
-def check_heads(num_heads: int, embed_dim: int) -> tuple[int, int]:
-    """Both, of which ``num_heads`` must divide ``embed_dim``."""
-    embed_dim = check_int(embed_dim, "embed_dim", 0)
-    num_heads = check_int(num_heads, "num_heads", 0)
-    if not 1 <= num_heads <= embed_dim or embed_dim % num_heads != 0:
-        raise ValueError(f"num_heads must divide embed_dim {embed_dim}, got {num_heads}")
-    return num_heads, embed_dim
-
-
-def check_window(window: int | None, causal: bool) -> int | None:
-    """``window``, which must be ``None``, or a number of keys that causal attention is cut to."""
-    check_bool(causal, "causal")
-    if window is None:
-        return None
-    window = check_int(window, "window", 1, "an int or None")
-    if not causal:
-        raise ValueError(f"causal must be True with a window, got causal=False and window={window}")
-    return window
-
-
-def check_biases(
-    query: Tensor,
-    query_name: str,
-    num_rows: int,
-    num_samples: int,
-    biases: Biases,
-    prior_weights: Tensor | None,
-    relative_bias: Tensor | None = None,
-) -> None:
-    """What ``num_rows`` key rows of ``num_samples`` may add to the scores of ``query``'s heads."""
-    num_heads = query.shape[-2]
-    bias, position_bias, age_bias, timestamps, request_time, *_ = biases
-    check_same(
-        query, query_name, dtype=False,
-        bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
-        request_time=request_time, prior_weights=prior_weights, relative_bias=relative_bias,
-    )  # fmt: skip
-    if bias is not None:
-        check_float(bias, "bias")
-        check_shape(bias, "bias", "[N, H]", (num_rows, num_heads))
-    for table, name, symbols in (
-        (position_bias, "position_bias", "[P, H]"),
-        (age_bias, "age_bias", "[A, H]"),
-        (relative_bias, "relative_bias", "[R, H]"),
-    ):
-        if table is None:
-            continue
-        check_float(table, name)
-        check_shape(table, name, symbols, (None, num_heads))
-        if table.shape[0] == 0:
-            raise ValueError(f"{name} must have at least one bucket, got {list(table.shape)}")
-    if (age_bias is None) != (timestamps is None):
-        given = "age_bias" if timestamps is None else "timestamps"
-        raise ValueError(f"age_bias and timestamps must be given together, got {given} alone")
-    if timestamps is not None:
-        check_timestamps(timestamps, num_rows)
-    if request_time is not None:
-        check_request_time(request_time, timestamps, num_samples)
-    if prior_weights is not None:
-        check_prior_weights(prior_weights, num_rows)
-
-
-def check_indices(indices: Tensor) -> None:
-    """``indices`` of rows must be ``[N]`` int32 or int64."""
-    check_shape(indices, "indices", "[N]", (None,))
-    check_integers(indices, "indices")
-
-
-def check_indices_values(indices: Tensor, num_rows: int, offsets: Tensor) -> None:
-    """They must name some of ``num_rows`` rows, up to the last of ``offsets``; skipped where
-    reading would wait.
-    """
-    if not should_validate(indices):
-        return
-    indices = indices[: int(offsets[-1])]
-    wrong = torch.nonzero((indices < 0) | (indices >= num_rows))
-    if wrong.numel():
-        at = int(wrong[0])
-        raise ValueError(
-            f"indices must be 0 to {num_rows - 1}, of the {num_rows} rows of history, got "
-            f"{int(indices[at])} at position {at}"
-        )
-
-
 def check_num_levels(num_levels: int) -> int:
-    """``num_levels`` of a code, which must be odd, and few enough for a byte."""
+    """Return the number of levels of a code as an int. It must be odd and fit in a byte."""
     num_levels = check_int(num_levels, "num_levels", 0)
     if not 3 <= num_levels <= MAX_LEVELS or num_levels % 2 == 0:
         raise ValueError(f"num_levels must be odd and 3 to {MAX_LEVELS}, got {num_levels}")
     return num_levels
 
 
-def check_packed_history(history: Tensor, width: int, num_levels: int) -> None:
-    """``history`` must be packed rows of codes, one fewer than the ``width`` of queries."""
-    if width < 2:
-        raise ValueError(
-            "query must have a width of at least 2, of codes and a one, where num_levels is "
-            f"given, got {width}"
-        )
-    check_packed(history, "history", width - 1, num_levels)
-
-
 def check_packed(packed: Tensor, name: str, num_codes: int, num_levels: int) -> None:
-    """``packed`` must be rows of bytes that hold so many codes."""
+    """Check that ``packed`` are uint8 rows of ``num_codes`` codes."""
     check_tensor(packed, name)
     if packed.dtype != torch.uint8:
         raise TypeError(f"{name} must be uint8, got {packed.dtype}")
@@ -332,9 +225,9 @@ def check_packed(packed: Tensor, name: str, num_codes: int, num_levels: int) -> 
 def check_packed_values(
     packed: Tensor, name: str, num_codes: int, num_levels: int, offsets: Tensor | None = None
 ) -> None:
-    """They must be bytes that codes have; skipped where reading would wait.
+    """Check that the bytes of ``packed`` rows are valid codes; see :func:`should_validate`.
 
-    With ``offsets``, only rows up to the last of them are checked.
+    With ``offsets``, rows behind the last offset are ignored.
     """
     if not should_validate(packed):
         return
@@ -343,19 +236,20 @@ def check_packed_values(
     if packed.numel() == 0:
         return
     per_byte = codes_per_byte(num_levels)
-    in_last = num_codes - (packed.shape[1] - 1) * per_byte
-    for values, of, count in (
+    codes_in_last_byte = num_codes - (packed.shape[1] - 1) * per_byte
+    for values, where, count in (
         (packed, "", per_byte),
-        (packed[:, -1], " in the last byte of a row", in_last),
+        (packed[:, -1], " in the last byte of a row", codes_in_last_byte),
     ):
-        most = num_levels**count - 1
-        if values.max() > most:
-            raise ValueError(f"{name} must be at most {most}{of}, got {values.max().item()}")
+        max_byte = num_levels**count - 1
+        if values.max() > max_byte:
+            raise ValueError(f"{name} must be at most {max_byte}{where}, got {values.max().item()}")
 
 
 def check_numbers(numbers: Tensor, name: str, count: int) -> None:
-    """``numbers`` must be int32 or int64, and from 0 to ``count - 1``; they are not read where that
-    would wait.
+    """Check that ``numbers`` are int32 or int64, and 0 to ``count - 1``.
+
+    Their values are checked only if :func:`should_validate`.
     """
     check_integers(numbers, name)
     if should_validate(numbers) and numbers.numel():
@@ -364,34 +258,13 @@ def check_numbers(numbers: Tensor, name: str, count: int) -> None:
             raise ValueError(f"{name} must be 0 to {count - 1}, got {low} to {high}")
 
 
-def check_timestamps(timestamps: Tensor, num_rows: int) -> None:
-    """``timestamps`` must be ``[N]``, of a dtype that times are kept in."""
-    check_shape(timestamps, "timestamps", "[N]", (num_rows,))
-    if timestamps.dtype not in TIMESTAMP_DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TIMESTAMP_DTYPES)
-        raise TypeError(f"timestamps must be one of {names}, got {timestamps.dtype}")
-
-
-def check_request_time(request_time: Tensor, timestamps: Tensor | None, num_samples: int) -> None:
-    """``request_time`` must be ``[B]``, of the dtype of ``timestamps``, which it needs."""
-    if timestamps is None:
-        raise ValueError("request_time must be None without timestamps, got a tensor")
-    check_shape(request_time, "request_time", "[B]", (num_samples,))
-    check_same(timestamps, "timestamps", dtype=True, request_time=request_time)
-
-
-def check_prior_weights(prior_weights: Tensor, num_rows: int) -> None:
-    """``prior_weights`` must be ``[N]``, of a dtype that is computed with."""
-    check_float(prior_weights, "prior_weights")
-    check_shape(prior_weights, "prior_weights", "[N]", (num_rows,))
-
-
 def check_finite(
     values: Tensor, name: str, *, not_negative: bool = False, offsets: Tensor | None = None
 ) -> None:
-    """``values`` ``[N]`` must be finite, and ``not_negative``; skipped where reading would wait.
+    """Check that ``values`` ``[N]`` are finite and, if ``not_negative``, at least 0.
 
-    With ``offsets``, only rows up to the last of them are checked.
+    They are checked only if :func:`should_validate`. With ``offsets``, rows behind the last offset
+    are ignored.
     """
     if not should_validate(values):
         return

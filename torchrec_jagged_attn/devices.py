@@ -1,4 +1,4 @@
-"""What a device is: the implementation it takes, its dtypes, and what its kernels may use."""
+"""Properties of devices: the implementation of ops, supported dtypes, resources of kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.knobs import runtime
 
-# Of the meta device, which has no values, shapes alone, by the fake of an op.
+# Device type to name and reason; the fake implementation of an op serves the meta device.
 IMPLEMENTATIONS = {
     "cpu": ("reference", "CPU device"),
     "cuda": ("triton", "CUDA device"),
@@ -24,18 +24,21 @@ if runtime.interpret:
 
 DTYPES = {
     "triton": (torch.float32, torch.bfloat16, torch.float16),
-    "triton-interpreter": (torch.float32, torch.float16),  # it has no bf16 products
+    "triton-interpreter": (torch.float32, torch.float16),  # no bf16 products
     "reference": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "shapes": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
 }
 
 
 def implementation(device: torch.device) -> tuple[str, str]:
-    """Name and reason of the implementation that every op takes on ``device``.
+    """Return the name of the implementation of all ops on ``device``, and the reason for it.
 
-    The name is one of ``"triton"`` (compiled kernels), ``"triton-interpreter"`` (the same kernels,
-    run by Triton's interpreter), ``"reference"`` (plain PyTorch, but attention in C++ where that
-    can be built) and ``"shapes"`` (of tensors on the meta device, which have no values).
+    The name is ``"triton"`` (compiled kernels), ``"triton-interpreter"`` (the same kernels in
+    Triton's interpreter), ``"reference"`` (C++ for attention, PyTorch for other ops) or
+    ``"shapes"`` (tensors on the meta device, which have no values).
+
+    Raises:
+        NotImplementedError: the device is not supported.
     """
     found = IMPLEMENTATIONS.get(device.type)
     if found is None:
@@ -44,42 +47,42 @@ def implementation(device: torch.device) -> tuple[str, str]:
 
 
 def implementation_of(x: Tensor, reference: ModuleType, kernels: ModuleType) -> ModuleType:
-    """Which module computes on the device of ``x``: ``reference``, or the one with kernels."""
+    """Return the module that computes on the device of ``x``: ``reference`` or ``kernels``."""
     return reference if implementation(x.device)[0] == "reference" else kernels
 
 
 def supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Floating-point dtypes that the implementation on ``device`` computes with."""
+    """Return the floating-point dtypes that the implementation on ``device`` supports."""
     return DTYPES[implementation(device)[0]]
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels compute in ``dtype`` on ``device``, compiled or interpreted."""
+    """Return whether kernels, compiled or interpreted, support ``dtype`` on ``device``."""
     name, _ = implementation(device)
     return name in ("triton", "triton-interpreter") and dtype in DTYPES[name]
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take; as many as it likes in the interpreter."""
+    """Return the maximum bytes of shared memory of a program; unlimited in the interpreter."""
     if device.type != "cuda":
         return 2**31
     properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 2**16)  # which AMD's do not tell
+    return getattr(properties, "shared_memory_per_block_optin", 2**16)  # unknown for AMD
 
 
 @functools.cache
 def gluon_shared_memory(device: torch.device) -> int:
-    """:func:`shared_memory` of a program in Gluon, or 0 where none runs.
+    """Return :func:`shared_memory` for Gluon kernels, 0 if they are not supported.
 
-    Their asynchronous copies need an Ampere GPU or a later one.
+    Their asynchronous copies need an Ampere GPU or later.
     """
     return shared_memory(device) if _compute_capability(device) >= (8, 0) else 0
 
 
 @functools.cache
 def hopper_multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a Hopper GPU has; 0 for any other device."""
+    """Return the number of multiprocessors of a Hopper GPU; 0 for other devices."""
     if _compute_capability(device) != (9, 0):
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -87,12 +90,12 @@ def hopper_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def launches_overlap(device: torch.device) -> bool:
-    """Whether a kernel may begin before the last one ends: from Hopper GPUs on."""
+    """Return whether a kernel may start before the previous one ends: on Hopper GPUs or later."""
     return _compute_capability(device) >= (9, 0)
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int]:
-    """That of an NVIDIA GPU; ``(0, 0)`` of any other device, and in the interpreter."""
+    """Return the capability of an NVIDIA GPU; ``(0, 0)`` for other devices or the interpreter."""
     if device.type != "cuda" or runtime.interpret or torch.version.cuda is None:
         return 0, 0
     return torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""Where the rows of each sample lie in a jagged tensor."""
+"""Layout of a jagged tensor: offsets of the rows of each sample."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from torchrec_jagged_attn.checks import (
 class JaggedLayout:
     """The layout of ``B`` samples of different lengths, stored one after the other in ``N`` rows.
 
-    Sample ``b`` owns the rows ``offsets[b] … offsets[b + 1] - 1``. Everything is computed on
-    the device of ``offsets``: nothing waits for the device, and no size depends on the values.
+    Sample ``b`` has the rows ``offsets[b] … offsets[b + 1] - 1``. Properties and methods compute on
+    the device of ``offsets`` without synchronization, except :meth:`validate` and, without
+    ``num_rows``, :meth:`from_lengths`.
 
     Args:
         offsets: ``[B + 1]`` int32 or int64, from 0 to ``num_rows``, never decreasing.
-        num_rows: ``N``, the number of rows of the tensor laid out.
+        num_rows: ``N``, the number of rows of the tensor.
 
     Raises:
         TypeError: ``offsets`` is neither int32 nor int64.
@@ -48,14 +49,13 @@ class JaggedLayout:
     def __post_init__(self) -> None:
         check_offsets_metadata(self.offsets)
         num_rows = check_int(self.num_rows, "num_rows", 0)
-        object.__setattr__(self, "num_rows", num_rows)  # of NumPy, it may have few bits
+        object.__setattr__(self, "num_rows", num_rows)  # NumPy ints may overflow
 
     @classmethod
     def from_lengths(cls, lengths: Tensor, num_rows: int | None = None) -> JaggedLayout:
-        """Lay out samples of the given ``lengths`` (``[B]`` int32 or int64), with int64 offsets.
+        """Return the layout of samples of ``lengths`` (``[B]`` int32 or int64), with int64 offsets.
 
-        int32 lengths may have a sum that int32 does not hold. Give ``num_rows`` where it is known:
-        without it the sum of ``lengths`` is read, which waits for the device.
+        Without ``num_rows``, the sum of ``lengths`` is read, which synchronizes with the device.
         """
         check_integers(lengths, "lengths")
         check_shape(lengths, "lengths", "[B]", (None,))
@@ -77,27 +77,27 @@ class JaggedLayout:
         return self.offsets.diff()
 
     def sample_ids(self) -> Tensor:
-        """``[N]`` int64: the sample that owns each row."""
+        """Return ``[N]`` int64: the sample of each row."""
         samples = torch.arange(self.batch_size, device=self.offsets.device)
         return torch.repeat_interleave(samples, self.lengths, output_size=self.num_rows)
 
     def positions_from_end(self) -> Tensor:
-        """``[N]`` int64: rows of the same sample that come after each row; 0 is the last row."""
+        """Return ``[N]`` int64: the number of later rows in the same sample; 0 for the last row."""
         rows = torch.arange(self.num_rows, device=self.offsets.device)
         return self.offsets[1:][self.sample_ids()] - 1 - rows
 
     def validate(self, name: str = "offsets", *, exact: bool = True) -> None:
-        """Check the values of ``offsets``: start 0, never decreasing, end ``num_rows``.
+        """Check that ``offsets`` start at 0, never decrease and end at ``num_rows``.
 
-        Reads the values, so it waits for the device.
+        Reads the values, which synchronizes with the device.
 
         Args:
-            name: of the argument, for the error.
+            name: name of the argument in the error message.
             exact: whether all rows must belong to a sample. Otherwise ``offsets`` may end before
                 ``num_rows``.
 
         Raises:
-            ValueError: naming the argument (``name``), what was expected and what came.
+            ValueError: ``offsets`` are not valid.
         """
         first, last = int(self.offsets[0]), int(self.offsets[-1])
         if first != 0:
@@ -109,30 +109,31 @@ class JaggedLayout:
             )
         decreasing = torch.nonzero(self.lengths < 0)
         if decreasing.numel():
-            at = int(decreasing[0])
-            before, after = int(self.offsets[at]), int(self.offsets[at + 1])
+            position = int(decreasing[0])
+            before, after = int(self.offsets[position]), int(self.offsets[position + 1])
             raise ValueError(
-                f"{name} must never decrease, got {before} then {after} at position {at + 1}"
+                f"{name} must never decrease, got {before} then {after} at position {position + 1}"
             )
 
 
 def is_behind(offsets: Tensor, num_rows: int) -> Tensor:
-    """``[N]`` bool: whether each row is behind the last offset, in no sample."""
+    """Return ``[N]`` bool: whether each row is behind the last offset, and so in no sample."""
     return torch.arange(num_rows, device=offsets.device) >= offsets[-1]
 
 
 def check_offsets_values(offsets: Tensor, num_rows: int, name: str, *, exact: bool = True) -> None:
-    """The values of ``offsets`` must divide ``num_rows`` rows, or, unless ``exact``, the first of
-    them; skipped where reading would wait.
+    """Check that ``offsets`` divide ``num_rows`` rows, or, unless ``exact``, the first of them.
+
+    They are checked only if :func:`should_validate`.
     """
     if should_validate(offsets):
         JaggedLayout(offsets, num_rows).validate(name, exact=exact)
 
 
 def check_order(timestamps: Tensor, offsets: Tensor, name: str = "timestamps") -> None:
-    """``timestamps`` must not decrease within a sample; skipped where reading would wait.
+    """Check that ``timestamps`` do not decrease within a sample.
 
-    Rows behind the last offset are ignored.
+    They are checked only if :func:`should_validate`. Rows behind the last offset are ignored.
     """
     if not should_validate(timestamps):
         return

@@ -1,4 +1,4 @@
-"""The ops: functions of tensors, each a registered torch op with a fake and a gradient."""
+"""Functions of tensors, each a registered PyTorch op with a fake implementation and gradient."""
 
 from torchrec_jagged_attn.flash_attention.api import jagged_flash_attention
 from torchrec_jagged_attn.interaction.api import (

@@ -8,8 +8,9 @@ from typing import Literal
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
+from torchrec_jagged_attn.attention.checks import check_score, check_window
 from torchrec_jagged_attn.attention.dropout import drops_of
-from torchrec_jagged_attn.checks import check_bool, check_int, check_score, check_window
+from torchrec_jagged_attn.checks import check_bool, check_int
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, packed_codes_of
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.attention.checks import check_biases, check_width, check_window
 from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.attention.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.checks import (
-    check_biases,
     check_bool,
     check_finite,
     check_float,
@@ -20,8 +20,6 @@ from torchrec_jagged_attn.checks import (
     check_offsets_metadata,
     check_same,
     check_shape,
-    check_width,
-    check_window,
 )
 from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.flash_attention import cpu

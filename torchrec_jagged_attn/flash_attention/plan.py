@@ -1,12 +1,11 @@
-"""Dispatch of jagged flash attention: kernel variants, tile sizes and their conditions.
+"""Dispatch of jagged flash attention: kernel variants, their conditions, and tile sizes.
 
-``VARIANTS`` lists them. Some compute short samples only, each as a whole, all pairs of rows at
-once; the others divide samples into tiles (``tile_list.py``). Tile sizes are the fastest of those
-tried on an H200.
+``VARIANTS`` lists the kernel variants. Some of them compute short samples only, each in one tile;
+the others divide samples into tiles (``tile_list.py``). Tile sizes were the fastest on an H200.
 
 A plan does not depend on lengths, which kernels read on the device, nor on the number of rows and
-samples, except whether there are any and whether int32 can count them. So results are
-batch-invariant, and one plan serves all batches of a model.
+samples, except whether tensors are empty and whether their indices fit in int32. So results are
+batch-invariant, and a model has one plan for all batches.
 """
 
 from __future__ import annotations
@@ -29,35 +28,35 @@ from torchrec_jagged_attn.runtime.kernels.matmul import (
 
 
 class Call(NamedTuple):
-    """What a plan depends on."""
+    """Properties of a call that determine its plan."""
 
     device: torch.device
     on_hopper: bool  # whether the device is a Hopper GPU
     dtype: torch.dtype
-    precision: str  # of products, see ``product_precision``
-    shared_memory: int  # most bytes of a program
+    precision: str  # precision of products, see ``product_precision``
+    shared_memory: int  # maximum bytes of shared memory of a program
     num_heads: int  # heads of queries
     num_key_heads: int  # heads of keys and values
-    width: int  # of queries and keys
-    value_width: int  # of values
+    width: int  # width of queries and keys
+    value_width: int  # width of values
     has_bias: bool  # whether there is a ``bias``, which may be prior weights
     has_prior_weights: bool  # whether the bias is prior weights
-    has_dropout: bool  # whether there is dropout of weights
+    has_dropout: bool  # whether there is dropout of attention weights
     position_buckets: int  # rows of ``position_bias``, 0 without it
     age_buckets: int  # rows of ``age_bias``, 0 without it
     distance_buckets: int  # rows of ``relative_bias``, 0 without it
     causal: bool
     negative_scale: bool
-    counted: bool  # whether int32 can count the (sample, head) pairs
-    # Whether the tensor memory accelerator can address the inputs, and in backward the gradients,
-    # and none of them is empty
-    in_boxes: bool = True
+    fits_int32: bool  # whether the number of (sample, head) pairs fits in int32
+    # Whether the inputs, and in backward the gradients, are not empty and can be addressed by the
+    # tensor memory accelerator
+    tma_compatible: bool = True
 
     @property
     def padded_width(self) -> int:
         """Columns of the tiles of queries, keys and values.
 
-        Narrower tiles of values give wrong results with Triton 3.6 on an H200.
+        Tiles of values are not narrower, since results would be wrong with Triton 3.6 on an H200.
         """
         return padded_width(max(self.width, self.value_width))
 
@@ -68,7 +67,7 @@ class Call(NamedTuple):
 
     @property
     def biased_by_keys(self) -> bool:
-        """Whether scores have a bias by the key's row, position or age."""
+        """Whether scores have a bias by the row, position or age of the key."""
         return self.has_bias or self.position_buckets > 0 or self.age_buckets > 0
 
     @property
@@ -84,12 +83,12 @@ def _is_hopper(device: torch.device) -> bool:
 _HALF = Condition("half precision", lambda call: call.dtype.itemsize == 2)
 _NO_DROPOUT = Condition("no dropout of weights", lambda call: not call.has_dropout)
 _NO_BIAS = Condition("no bias", lambda call: not call.biased)
-# The kernels take the largest product for that of the largest score; general kernels negate
-# queries.
+# These kernels assume that the largest product has the largest score. The general kernels negate
+# queries if the scale is negative.
 _SCALE = Condition("scale >= 0", lambda call: not call.negative_scale)
-_IN_BOXES = Condition(
+_TMA_COMPATIBLE = Condition(
     "q, k and v have rows, with widths, strides and addresses of multiples of 16 bytes",
-    lambda call: call.in_boxes,
+    lambda call: call.tma_compatible,
 )
 
 VARIANTS = (
@@ -104,12 +103,12 @@ VARIANTS = (
                 f"a larger width of 33 to {hopper_short.WIDTH}",
                 lambda call: call.padded_width == hopper_short.WIDTH,
             ),
-            _IN_BOXES,
-            Condition("samples times heads below 2^31", lambda call: call.counted),
+            _TMA_COMPATIBLE,
+            Condition("samples times heads below 2^31", lambda call: call.fits_int32),
         ),
         runs_on=_is_hopper,
         device="a Hopper GPU",
-        samples=f"samples of at most {hopper_short.MOST_ROWS} rows on both sides",
+        samples=f"samples of at most {hopper_short.MAX_ROWS} rows on both sides",
     ),
     KernelVariant(
         "general_short",
@@ -118,7 +117,7 @@ VARIANTS = (
             _NO_BIAS,
             Condition("widths of at most 128", lambda call: call.padded_width <= 128),
         ),
-        samples=f"samples of at most {general_short.MOST_ROWS} rows on both sides",
+        samples=f"samples of at most {general_short.MAX_ROWS} rows on both sides",
     ),
     KernelVariant(
         "hopper",
@@ -128,48 +127,47 @@ VARIANTS = (
             Condition("no bias but by distance", lambda call: not call.biased_by_keys),
             _SCALE,
             Condition("a larger width of 33 to 128", lambda call: call.padded_width in (64, 128)),
-            _IN_BOXES,
+            _TMA_COMPATIBLE,
         ),
         runs_on=_is_hopper,
         device="a Hopper GPU",
     ),
     KernelVariant("general"),
 )
-_OF_LONG_SAMPLES = tuple(variant for variant in VARIANTS if not variant.samples)
-_MOST_ROWS = {"hopper_short": hopper_short.MOST_ROWS, "general_short": general_short.MOST_ROWS}
+_LONG_SAMPLE_VARIANTS = tuple(variant for variant in VARIANTS if not variant.samples)
+_MAX_ROWS = {"hopper_short": hopper_short.MAX_ROWS, "general_short": general_short.MAX_ROWS}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels of a call, and their compile-time constants."""
+    """The kernel variants of a call, and their compile-time constants."""
 
-    call: Call  # what the plan is for
-    # The variant of short samples; that of long ones if none computes them whole
-    short_samples: Choice
-    long_samples: Choice  # the variant of all other samples
-    most_short: int  # most rows of a short sample; 0 if none is short
-    together: int  # ``together`` of the list of tiles of keys on Hopper, see ``list_tiles``
-    constants: Constants = field(repr=False)  # of all kernels, without strides and tiles
+    call: Call
+    short_samples: Choice  # the variant for short samples; ``long_samples`` if none is short
+    long_samples: Choice  # the variant for all other samples
+    max_short_rows: int  # maximum rows of a short sample; 0 if none is short
+    rows_per_group: int  # argument of ``list_tiles`` for tiles of keys on Hopper
+    constants: Constants = field(repr=False)  # of all kernels, without strides and tile sizes
 
     @property
-    def on_hopper(self) -> bool:
-        """Whether Hopper kernels compute the long samples."""
+    def long_on_hopper(self) -> bool:
+        """Whether the variant for long samples is ``hopper``."""
         return self.long_samples.variant == "hopper"
 
     @property
     def short_on_hopper(self) -> bool:
-        """Whether Hopper kernels compute the short samples."""
+        """Whether the variant for short samples is ``hopper_short``."""
         return self.short_samples.variant == "hopper_short"
 
     @functools.cached_property
     def short(self) -> dict[str, Any]:
-        """Tile of the general kernels of short samples."""
-        block, warps = self.most_short, 1 if self.call.row_bytes <= 128 else 2
+        """Tile of the kernels of ``general_short``."""
+        block, warps = self.max_short_rows, 1 if self.call.row_bytes <= 128 else 2
         return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps}
 
     @functools.cached_property
     def forward(self) -> dict[str, Any]:
-        """Tile of the forward kernel."""
+        """Tile of the general forward kernel."""
         if self._is_decomposed:
             return self._decomposed_tile(64, 32)
         if self._is_small:
@@ -179,7 +177,7 @@ class Plan:
 
     @functools.cached_property
     def grad_q(self) -> dict[str, Any]:
-        """Tile of the gradient of queries."""
+        """Tile of the general kernel for the gradient of queries."""
         if self._is_decomposed:
             return self._decomposed_tile(64, 32)
         if self._is_small:
@@ -189,7 +187,7 @@ class Plan:
 
     @functools.cached_property
     def grad_kv(self) -> dict[str, Any]:
-        """Tile of the gradients of keys and values."""
+        """Tile of the general kernel for the gradients of keys and values."""
         if self._is_decomposed:
             return self._decomposed_tile(32, 32)
         if self._is_small:
@@ -201,7 +199,7 @@ class Plan:
 
     @functools.cached_property
     def grad_relative(self) -> dict[str, Any]:
-        """Tile of the gradient of scores by distance."""
+        """Tile of the kernel for the gradient of ``relative_bias``."""
         stages = 2 if self.call.row_bytes <= 128 else 1
         tile = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": stages}
         if self._is_decomposed and self.call.on_hopper and self.call.padded_width <= 128:
@@ -212,13 +210,13 @@ class Plan:
 
     @property
     def _is_decomposed(self) -> bool:
-        """Whether fp32 is multiplied as bf16 components."""
+        """Whether fp32 products are decomposed into products of bf16."""
         return self.constants.PRECISION == "bf16x8"
 
     def _decomposed_tile(self, block_m: int, block_n: int) -> dict[str, Any]:
-        """Tile for products of bf16 components, ``block_m × block_n`` at a width of 128."""
+        """Return a tile for decomposed products, ``block_m × block_n`` at a width of 128."""
         stages = 2
-        if not self.call.on_hopper:  # both operands are in registers: larger ones spill
+        if not self.call.on_hopper:  # operands are in registers: larger tiles spill
             block_m = block_n = 32 if self.call.padded_width <= 64 else 16
         elif self.call.padded_width <= 64:
             block_m, block_n, stages = 64, 64, 1
@@ -228,20 +226,20 @@ class Plan:
 
     @property
     def _is_small(self) -> bool:
-        """Whether operands of larger tiles do not fit in shared memory or registers."""
+        """Whether operands of the usual tiles do not fit in shared memory or registers."""
         return self.call.row_bytes > 256 or _plain_precision(self.call) == "ieee"
 
     @functools.cached_property
     def _small(self) -> dict[str, Any]:
-        """Tile of ``"ieee"`` products, or of wide rows, whose operands fill shared memory.
+        """Tile for ``"ieee"`` products or wide rows, limited by shared memory.
 
-        The gradient of keys needs most: four operands, or five of TF32, and scores.
+        The gradient of keys needs most of it: four operands, or five with TF32, and scores.
         """
         call, precision = self.call, _plain_precision(self.call)
-        # Operands are in shared memory, in tiles of 32 KiB, or in registers, where scores of larger
-        # blocks spill, too.
-        most, budget = (32, 8192) if precision == "ieee" else (64, 32768)
-        block = max(16, min(most, budget // call.row_bytes))
+        # "ieee" operands are in registers, where scores of larger blocks would spill as well. Other
+        # operands are in shared memory, in tiles of up to 32 KiB.
+        max_block, max_bytes = (32, 8192) if precision == "ieee" else (64, 32768)
+        block = max(16, min(max_block, max_bytes // call.row_bytes))
         operands = 5 if call.dtype.itemsize == 4 and precision == "tf32" else 4
         while block > 16 and (
             block * (operands * call.row_bytes + 4 * block + 16) > call.shared_memory
@@ -252,13 +250,13 @@ class Plan:
 
 
 def _plain_precision(call: Call) -> str:
-    """Precision of products of fp32 without decomposition."""
+    """Return the precision of fp32 products without decomposition."""
     return "ieee" if call.precision == "bf16x6" else call.precision
 
 
 @functools.cache
 def plan_of(call: Call) -> Plan:
-    """The plan of ``call``."""
+    """Return the plan for ``call``."""
     short = choose(VARIANTS, call.device, call)
     precision = _plain_precision(call)
     if call.padded_width <= MAX_DECOMPOSED_WIDTH:
@@ -266,9 +264,9 @@ def plan_of(call: Call) -> Plan:
     return Plan(
         call=call,
         short_samples=short,
-        long_samples=choose(_OF_LONG_SAMPLES, call.device, call),
-        most_short=_MOST_ROWS.get(short.variant, 0),
-        together=2**16 // (1 << (call.num_key_heads - 1).bit_length()),
+        long_samples=choose(_LONG_SAMPLE_VARIANTS, call.device, call),
+        max_short_rows=_MAX_ROWS.get(short.variant, 0),
+        rows_per_group=2**16 // (1 << (call.num_key_heads - 1).bit_length()),
         constants=Constants(
             H=call.num_heads,
             HK=call.num_key_heads,

@@ -151,7 +151,7 @@ _, call_jagged_dense_bmm = register_op(
     fake=lambda args: Output(args.x.new_empty(args.x.shape[0], args.y.shape[2])),
     backward=_dense_backward,
     flops=_row_flops,
-    unsaved=("out",),
+    not_saved=("out",),
 )
 
 
@@ -191,7 +191,7 @@ _, call_jagged_jagged_bmm = register_op(
     fake=_fake_jagged,
     backward=_jagged_backward,
     flops=_row_flops,
-    unsaved=("out",),
+    not_saved=("out",),
 )
 
 
@@ -262,7 +262,7 @@ pair_bmm, call_pair_bmm = register_op(
     fake=lambda args: Output(args.x.new_empty(args.total)),
     backward=_pair_backward,
     flops=lambda args, needs: 2 * args.total * args.x.shape[1] * _num_products(needs),
-    unsaved=("out",),
+    not_saved=("out",),
 )
 
 
@@ -302,7 +302,7 @@ array_jagged_bmm, call_array_jagged_bmm = register_op(
     fake=lambda args: Output(args.y.new_empty(args.num_rows, args.y.shape[1])),
     backward=_array_backward,
     flops=lambda args, needs: 2 * args.p.numel() * args.y.shape[1] * _num_products(needs),
-    unsaved=("out",),
+    not_saved=("out",),
 )
 
 
@@ -335,7 +335,7 @@ softmax, call_softmax = register_op(
     fake=_empty_like_x,
     backward=_softmax_backward,
     fake_backward=lambda grad_out, args, result: Gradients(result.out),
-    unsaved=("x",),
+    not_saved=("x",),
 )
 
 
@@ -368,8 +368,8 @@ jagged_dense_add, call_jagged_dense_add = register_op(
     fake=_empty_like_x,
     backward=_add_backward,
     fake_backward=_fake_add_backward,
-    unsaved=("x", "y", "out"),
-    passes_gradient=True,
+    not_saved=("x", "y", "out"),
+    grad_is_passthrough=True,
 )
 
 
@@ -390,5 +390,5 @@ _, call_jagged_dense_mul = register_op(
     forward=partial(_elementwise_forward, multiply=True),
     fake=_empty_like_x,
     backward=_mul_backward,
-    unsaved=("out",),
+    not_saved=("out",),
 )

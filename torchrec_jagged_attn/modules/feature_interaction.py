@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from torchrec_jagged_attn.attention.checks import check_width
 from torchrec_jagged_attn.checks import (
     check_bool,
     check_float,
@@ -18,7 +19,6 @@ from torchrec_jagged_attn.checks import (
     check_same,
     check_shape,
     check_tensor,
-    check_width,
     has_values,
 )
 from torchrec_jagged_attn.layout import check_offsets_values

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import MAX_WIDTH
+from torchrec_jagged_attn.attention.checks import MAX_WIDTH
 
 
 class ProjectionWeights(NamedTuple):

@@ -11,6 +11,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.attention.checks import (
+    check_heads,
+    check_prior_weights,
+    check_width,
+    check_window,
+)
 from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.checks import (
     check_bool,
@@ -18,15 +24,11 @@ from torchrec_jagged_attn.checks import (
     check_dtype,
     check_embeddings,
     check_float,
-    check_heads,
     check_int,
     check_number,
     check_offsets_metadata,
-    check_prior_weights,
     check_same,
     check_shape,
-    check_width,
-    check_window,
 )
 from torchrec_jagged_attn.flash_attention.api import call_flash_attention, flash_attention
 from torchrec_jagged_attn.layout import check_offsets_values

@@ -11,6 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.attention.checks import check_score, check_width
 from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.checks import (
     check_bool,
@@ -19,8 +20,6 @@ from torchrec_jagged_attn.checks import (
     check_finite,
     check_int,
     check_packed_values,
-    check_score,
-    check_width,
 )
 from torchrec_jagged_attn.codes.api import unpack_codes
 from torchrec_jagged_attn.devices import supported_dtypes

@@ -6,22 +6,24 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
-from torchrec_jagged_attn.checks import (
-    check_embeddings,
-    check_float,
+from torchrec_jagged_attn.attention.checks import (
     check_heads,
     check_indices,
     check_indices_values,
+    check_prior_weights,
+    check_request_time,
+    check_score,
+    check_timestamps,
+)
+from torchrec_jagged_attn.checks import (
+    check_embeddings,
+    check_float,
     check_int,
     check_offsets_metadata,
     check_packed,
-    check_prior_weights,
-    check_request_time,
     check_same,
-    check_score,
     check_shape,
     check_tensor,
-    check_timestamps,
 )
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes

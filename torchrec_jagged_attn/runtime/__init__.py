@@ -1,1 +1,1 @@
-"""How ops are registered, launched and dispatched."""
+"""Registration, launch and dispatch of ops."""

@@ -1,4 +1,4 @@
-"""What autocast does to the operands of an op, as to those of PyTorch's own."""
+"""Autocast of the inputs of ops, as PyTorch casts the inputs of its own ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def autocast_dtype(x: object) -> torch.dtype | None:
-    """That of autocast on the device of ``x``; ``None`` where it is off, or ``x`` no tensor."""
+    """Return the dtype of autocast on the device of ``x``; ``None`` if autocast is disabled there,
+    or if ``x`` is not a tensor.
+    """
     if not isinstance(x, Tensor) or x.is_meta:
         return None
     device_type = x.device.type
@@ -17,28 +19,28 @@ def autocast_dtype(x: object) -> torch.dtype | None:
 
 
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context without autocast on the device of ``x``; the meta device never has it."""
+    """Return a context that disables autocast on the device of ``x``; the meta device has none."""
     if x.is_meta:
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 
 def cast_as_products(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast the ``operands`` in its dtype, as ``torch.bmm`` takes them; else as they are.
+    """Cast ``operands`` to the dtype of autocast, as ``torch.bmm`` does; unchanged if it is off.
 
-    fp64 stays fp64, and what is no floating point, or no tensor, is left for the op to refuse.
+    fp64 tensors and arguments that are not floating-point tensors are returned unchanged.
     """
     dtype = autocast_dtype(operands[0])
     return operands if dtype is None else _cast(operands, dtype)
 
 
 def cast_as_softmax(x: Tensor) -> Tensor:
-    """Under autocast ``x`` in fp32, as ``torch.softmax`` takes it; else as it is."""
+    """Cast ``x`` to fp32 under autocast, as ``torch.softmax`` does; unchanged otherwise."""
     return x if autocast_dtype(x) is None else _cast((x,), torch.float32)[0]
 
 
 def cast_as_sums(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast both in the wider dtype of the two, as sums take them; else as they are."""
+    """Cast ``x`` and ``y`` to their promoted dtype under autocast; unchanged otherwise."""
     if autocast_dtype(x) is None or not isinstance(y, Tensor):
         return x, y
     return _cast((x, y), torch.promote_types(x.dtype, y.dtype))

@@ -1,8 +1,8 @@
-"""Kernel dispatch: which variant serves a call, and the conditions that decide.
+"""Kernel dispatch: the kernel variants of an op, and the conditions for each of them.
 
-A variant is a set of kernels, or of functions, that computes an op. Each op has a list of them,
-from the fastest to the one that supports any call. The dispatch, the table of ``python -m
-torchrec_jagged_attn`` and the log are made from these lists.
+A variant is a set of kernels that computes an op. Each op has a list of variants, the fastest
+first; the last variant supports any call. Dispatch, the table of
+``python -m torchrec_jagged_attn`` and the log all use these lists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 PACKAGE = __name__.partition(".")[0]
-LIBRARIES = (PACKAGE, "torch", "torchrec")  # what a user's line calls
+LIBRARIES = (PACKAGE, "torch", "torchrec")  # not user code, see _call_site
 LOG = os.environ.get("TORCHREC_JAGGED_ATTN_LOG") == "1"
 _logger = logging.getLogger(PACKAGE)
 _logged: set[tuple[str, str, Choice]] = set()
@@ -27,71 +27,69 @@ _logged: set[tuple[str, str, Choice]] = set()
 class Condition(NamedTuple):
     """A condition of a kernel variant."""
 
-    text: str  # the condition in words, for the table and the log
-    holds: Callable[[Any], bool]  # whether it holds for a call
+    text: str  # description, for the table and the log
+    holds: Callable[[Any], bool]  # whether a call meets the condition
 
 
 @dataclass(frozen=True)
 class KernelVariant:
     """A kernel variant of an op."""
 
-    name: str  # of the variant, as in the names of its files
-    # That a call must meet; none if the variant supports any call
-    conditions: tuple[Condition, ...] = ()
-    # Whether the variant runs on a device
-    runs_on: Callable[[torch.device], bool] = lambda device: True
-    device: str = "another device"  # that device, in words
-    # The samples of a call that it computes, in words; empty for all. The kernels decide, since the
-    # host does not know the lengths.
+    name: str  # also the prefix of the names of its files
+    conditions: tuple[Condition, ...] = ()  # all must hold; empty if any call is supported
+    runs_on: Callable[[torch.device], bool] = lambda device: True  # whether a device is supported
+    device: str = "another device"  # description of supported devices
+    # Description of the samples that this variant computes, if not all of a call. The kernels
+    # select them, since the host does not know the lengths.
     samples: str = ""
 
     @property
     def text(self) -> str:
-        """What the variant supports, in words."""
+        """Description of the calls that are supported."""
         texts = [self.samples] if self.samples else []
         return "; ".join(texts + [text for text, _ in self.conditions]) or "all else"
 
     def refusal(self, call: Any) -> str | None:
-        """The first condition that does not hold for ``call``, in words."""
+        """Return the description of the first condition that ``call`` does not meet, if any."""
         for text, holds in self.conditions:
             if not holds(call):
                 return text
         return None
 
-    def supports(self, device: torch.device, call: Any) -> bool:
-        """Whether it supports ``call`` on ``device``; faster than :func:`choose` of two."""
-        return self.runs_on(device) and self.refusal(call) is None
-
 
 class Choice(NamedTuple):
-    """The variant that serves a call."""
+    """The variant that was chosen for a call."""
 
-    variant: str  # its name
-    # The variants before it, each with the condition that does not hold
+    variant: str  # name of the variant
+    # Variants earlier in the list, and a condition of each that the call does not meet
     refused: tuple[tuple[str, str], ...]
 
 
 def choose(variants: Sequence[KernelVariant], device: torch.device, call: Any) -> Choice:
-    """The first of ``variants`` that supports ``call`` on ``device``; the last one supports any."""
+    """Choose the first of ``variants`` that supports ``call`` on ``device``.
+
+    Raises:
+        NotImplementedError: no variant supports the call.
+    """
     refused = ()
     for variant in variants:
-        why = variant.refusal(call) if variant.runs_on(device) else variant.device
-        if why is None:
+        missing = variant.refusal(call) if variant.runs_on(device) else variant.device
+        if missing is None:
             return Choice(variant.name, refused)
-        refused += ((variant.name, why),)
+        refused += ((variant.name, missing),)
     raise NotImplementedError(f"no kernel variant supports this call: {refused}")
 
 
 def table(variants: Sequence[KernelVariant], device: torch.device) -> dict[str, str]:
-    """The variants that run on ``device``, in their order, with what each supports, in words."""
+    """Return the names of the variants that run on ``device``, and descriptions of their calls."""
     return {variant.name: variant.text for variant in variants if variant.runs_on(device)}
 
 
 def log_choice(name: str, choice: Choice) -> None:
-    """Log the ``choice`` for the step ``name``, once for each line that calls the package.
+    """Log the ``choice`` for the op or direction ``name``, once per line of user code.
 
-    Only where ``TORCHREC_JAGGED_ATTN_LOG`` is ``1``; test :data:`LOG` before the call, which costs
-    less. Backward has no separate line.
+    Logs only if ``TORCHREC_JAGGED_ATTN_LOG`` is ``1``. Callers test :data:`LOG` first, which takes
+    less time.
     """
     if not LOG:
         return
@@ -103,14 +101,14 @@ def log_choice(name: str, choice: Choice) -> None:
         _logger.addHandler(logging.StreamHandler())
     if _logger.level == logging.NOTSET:
         _logger.setLevel(logging.INFO)
-    refused = "".join(f"; not {variant}: needs {why}" for variant, why in choice.refused)
-    _logger.info("%s: %s takes %s%s", site, choice.variant, name, refused)
+    refused = "".join(f"; not {variant}: needs {missing}" for variant, missing in choice.refused)
+    _logger.info("%s: %s uses %s%s", site, name, choice.variant, refused)
 
 
 def _call_site() -> str:
-    """File and line of the nearest code that is not this package's, PyTorch's or TorchRec's.
+    """Return file and line of the innermost frame outside this package, PyTorch and TorchRec.
 
-    ``"backward"`` without any, since backward on a GPU runs in another thread.
+    Returns ``"backward"`` if no such frame exists: backward on a GPU runs in a thread of autograd.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _package_of(frame) in LIBRARIES:

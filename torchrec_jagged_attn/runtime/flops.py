@@ -1,4 +1,4 @@
-"""FLOPs of ops, as ``torch.utils.flop_counter.FlopCounterMode`` counts them: those of products."""
+"""FLOPs of the matrix products of ops, for ``torch.utils.flop_counter.FlopCounterMode``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torchrec_jagged_attn.checks import has_values
 
 
 def count_flops(op: torch._ops.OpOverload, formula: Callable[..., int]) -> None:
-    """Have PyTorch count what ``formula`` makes of the arguments of ``op``, and ``out_val``."""
+    """Register ``formula`` of the FLOPs of ``op``: a function of its arguments and ``out_val``."""
     packet = op.overloadpacket
-    flop_registry.pop(packet, None)  # of a reload
+    flop_registry.pop(packet, None)  # registered again if a module is reloaded
     register_flop_formula(packet, get_raw=True)(formula)
 
 
 def attention_flops(pairs: int, width: int, value_width: int, *, backward: bool) -> int:
-    """FLOPs of ``pairs`` of queries and keys, of all heads.
+    """Return the FLOPs of attention for ``pairs`` of query and key rows of one head each.
 
-    Backward as of ``scaled_dot_product_attention`` in PyTorch: scores are computed once more, and
-    each of both products has two gradients.
+    Backward is counted as PyTorch counts ``scaled_dot_product_attention``: scores are recomputed,
+    and both products have two gradients.
     """
     return 2 * pairs * (3 * width + 2 * value_width if backward else width + value_width)
 
@@ -36,16 +36,16 @@ def pairs_of(
     causal: bool = False,
     window: int = 0,
 ) -> int:
-    """How many pairs of a query and a key of its sample see each other.
+    """Return the number of pairs of a query and a key of its sample that it attends to.
 
-    Reads the offsets, which waits for the device. Where they have no values, as fake tensors, all
-    samples count as equally long.
+    Reads the offsets, which synchronizes with the device. If offsets have no values, as fake
+    tensors, all samples are assumed to have the same length.
     """
     lengths = (_lengths(q_offsets, num_queries), _lengths(kv_offsets, num_keys))
     if not causal:
         return sum(queries * keys for queries, keys in zip(*lengths, strict=True))
     return sum(
-        _seen_up_to(keys, window) - _seen_up_to(max(keys - queries, 0), window)
+        _causal_pairs(keys, window) - _causal_pairs(max(keys - queries, 0), window)
         for queries, keys in zip(*lengths, strict=True)
     )
 
@@ -58,7 +58,7 @@ def _lengths(offsets: Tensor, num_rows: int) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _seen_up_to(keys: int, window: int) -> int:
-    """Pairs of ``keys`` queries, of which each sees the keys up to its own, within ``window``."""
-    cut = min(keys, window) if window else keys
-    return cut * (cut + 1) // 2 + (keys - cut) * cut
+def _causal_pairs(num_rows: int, window: int) -> int:
+    """Return the number of pairs of causal self-attention over ``num_rows``, within ``window``."""
+    cut = min(num_rows, window) if window else num_rows
+    return cut * (cut + 1) // 2 + (num_rows - cut) * cut

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that take little host time."""
+"""Launches of Triton kernels with little host time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from triton.runtime import driver
 
 
 class Launcher:
-    """Launches ``kernel``, and looks up what was compiled for a call of the same kind.
+    """Launches ``kernel``, from a cache of compiled kernels.
 
     ``kernel[grid](…)`` inspects and hashes every argument at every launch, in as much detail as any
-    kernel may need, and makes a record for hooks, also where there are none. Here two calls are of
-    the same kind if they have the same device, the same compile-time constants, and arguments with
-    the same traits that Triton compiles for.
+    kernel may need, and builds metadata for hooks even if there are none. This cache is keyed by
+    the device, the compile-time constants, and the properties of arguments that Triton specializes
+    kernels for.
 
     Args:
-        kernel: a function decorated with ``triton.jit``, which specializes all records. Its first
-            argument is a tensor, or a record that begins with one; compile-time constants are last.
+        kernel: a function decorated with ``triton.jit``. Its first argument must be a tensor, or a
+            record that begins with one; compile-time constants must be last. Fields of records must
+            not be excluded from specialization.
     """
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.compiled: dict[tuple, tuple[Any, list[Any]]] = {}
-        params = getattr(kernel, "params", [])  # the interpreter knows none, and compiles nothing
+        params = getattr(kernel, "params", [])  # missing in the interpreter, which does not compile
         self.constants = [param.name for param in params if param.is_constexpr]
         self.specialized = [not param.do_not_specialize for param in params]
 
@@ -39,56 +40,60 @@ class Launcher:
 
         Args:
             grid: number of programs along each of up to three axes.
-            arguments: all but the compile-time constants, in the kernel's order.
-            constants: the compile-time constants, and Triton's options such as ``num_warps``.
+            arguments: the kernel's arguments in their order, without compile-time constants.
+            constants: the compile-time constants, and launch options such as ``num_warps``.
         """
         if not self.constants:
             self.kernel[grid](*arguments, **constants)
             return
         first = arguments[0]
         device = (first[0] if isinstance(first, tuple) else first).get_device()
-        key = (device, *constants.values(), *_traits(arguments, self.specialized))
-        found = self.compiled.get(key)
-        if found is None:
+        key = (device, *constants.values(), *_specialization(arguments, self.specialized))
+        cached = self.compiled.get(key)
+        if cached is None:
             compiled = self.kernel[grid](*arguments, **as_constexprs(constants))
             self.compiled[key] = compiled, [constants[name] for name in self.constants]
             return
-        compiled, of_kernel = found
+        compiled, constant_values = cached
         grid = (*grid, 1, 1)[:3]
-        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # of a profiler
-            compiled[grid](*arguments, *of_kernel)
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # a profiler's
+            compiled[grid](*arguments, *constant_values)
         else:
             stream = driver.active.get_current_stream(device)  # pyright: ignore[reportAttributeAccessIssue]
             handles = compiled.function, compiled.packed_metadata
-            compiled.run(*grid, stream, *handles, None, None, None, *arguments, *of_kernel)
+            hooks = None, None, None  # metadata, enter and exit
+            compiled.run(*grid, stream, *handles, *hooks, *arguments, *constant_values)
 
 
-def _traits(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashable]:
-    """What Triton compiles for.
+def _specialization(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashable]:
+    """Return the properties of arguments, and of fields of records, that Triton specializes for:
 
-    Of a tensor, its dtype and alignment. Of an integer, whether it needs 64 bits and, if it is
-    ``specialized``, whether it is 1 or divisible by 16. Of a descriptor, its dtype and box. Which
-    arguments are ``None``. The same of each field of a record. Floats all have one type.
+    - tensors: dtype, and whether the address is a multiple of 16 bytes;
+    - integers: whether they need 64 bits and, if ``specialized``, are 1 or a multiple of 16;
+    - descriptors: dtype and block shape;
+    - ``None``.
+
+    Floats are not specialized.
     """
-    traits: list[Hashable] = []
+    properties: list[Hashable] = []
     for argument, is_specialized in zip(arguments, specialized, strict=False):
         for x in argument if isinstance(argument, tuple) else (argument,):
             if x is None:
-                traits.append(None)
+                properties.append(None)
             elif isinstance(x, int):
                 wide = x >= 2**31
-                traits.append((wide, x == 1, x % 16 == 0) if is_specialized else wide)
-            elif isinstance(x, Tensor):  # after the others, as this check is slow for them
-                traits.append(x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, "unaligned"))
+                properties.append((wide, x == 1, x % 16 == 0) if is_specialized else wide)
+            elif isinstance(x, Tensor):  # after integers: this check is slow for other types
+                properties.append(x.dtype if x.data_ptr() % 16 == 0 else (x.dtype, "unaligned"))
             elif isinstance(x, TensorDescriptor):
-                traits += x.base.dtype, tuple(x.block_shape)
-    return traits
+                properties += x.base.dtype, tuple(x.block_shape)
+    return properties
 
 
 def as_constexprs(constants: dict[str, Any]) -> dict[str, Any]:
-    """``constants`` as a kernel is compiled for them: each field of a record is a constant, too.
+    """Return ``constants`` with each field of a record wrapped in ``constexpr``.
 
-    Otherwise Triton takes the fields for plain numbers, which not all of its functions accept.
+    Otherwise Triton treats the fields as plain numbers, which not all of its functions accept.
     """
     return {
         name: type(value)(*map(constexpr, value)) if hasattr(value, "_fields") else value
@@ -97,8 +102,9 @@ def as_constexprs(constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def overlap_options(overlap: bool) -> dict[str, bool]:
-    """Constants and options of a kernel that, if ``overlap``, begins before the last one has ended.
+    """Return the constant OVERLAP and launch options for programmatic dependent launch.
 
-    OVERLAP tells the kernel, which then waits for the last one itself (``griddepcontrol.wait``).
+    If ``overlap``, a kernel may start before the previous one has ended. With OVERLAP, it waits for
+    that itself (``griddepcontrol.wait``).
     """
     return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}

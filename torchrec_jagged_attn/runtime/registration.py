@@ -1,11 +1,12 @@
-"""How an op is registered: its implementation, fake and gradient.
+"""Registration of ops: schema, implementation, fake implementation and gradient.
 
-Unlike ops of ``torch.library.custom_op``, they support gradients by transforms of ``torch.func``,
-and raise an error for derivatives that they do not have.
+Unlike ops of ``torch.library.custom_op``, these ops support ``torch.func.grad`` and ``vjp``, and
+raise an error for derivatives that they do not support.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -34,9 +35,9 @@ SCHEMA_TYPES = {
     int: "SymInt",
     str: "str",
 }
-"""What a field of a record is in a schema."""
+"""Schema types of the fields of records."""
 
-# Kept alive as long as their op; dropped where a reload registers the op again.
+# A library unregisters its op when it is garbage-collected. Reloading a module replaces it.
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -49,171 +50,174 @@ def register_op(
     fake: Callable[[Arguments], Outputs],
     backward: Callable[..., NamedTuple],
     non_differentiable: tuple[str, ...] = (),
-    unsaved: tuple[str, ...] = (),
+    not_saved: tuple[str, ...] = (),
     fake_backward: Callable[..., NamedTuple] | None = None,
-    passes_gradient: bool = False,
+    grad_is_passthrough: bool = False,
     num_differentiable: int = 1,
     check: Callable[..., object] = lambda *_: None,
     flops: Callable[[Arguments, Arguments | None], int] | None = None,
 ) -> tuple[torch._ops.OpOverload, Callable[..., Any]]:
-    """Register ``torchrec_jagged_attn::name`` for CPU and CUDA, and ``name_backward``.
+    """Register ``torchrec_jagged_attn::name`` and ``name_backward`` for CPU and CUDA.
 
-    Both run with autocast off, and return new tensors that share no memory with any other.
-    ``torch.func.grad`` and ``vjp`` work, and ``vmap`` takes one element after the other. Second
-    derivatives are refused, and gradients of a batch, as ``vmap`` of a gradient takes.
+    Both ops run with autocast disabled, and return new tensors that share no memory with others.
+    ``torch.func.grad`` and ``vjp`` are supported; ``vmap`` calls the op once per element. Second
+    derivatives, forward-mode derivatives and batched gradients (``vmap`` of a gradient) raise
+    ``NotImplementedError``.
 
     Args:
-        name: of the op.
-        arguments: the record of the op's arguments. Its fields are the schema, and in the place of
-            one that is a record, the fields of that. Tensors come before all others.
-        outputs: the record of what the op returns, tensors alone. A single one is returned as it
-            is: what traces shapes takes a tuple of one for constant.
-        forward: from arguments to outputs.
-        fake: ``forward`` on tensors without data.
-        backward: ``(*grads, arguments, outputs, needs)`` to a record of gradients by the names of
-            the arguments, in their shapes and dtypes. ``grads`` are those of the outputs that have
-            one, and ``needs`` has a bool for each argument: whether its gradient is needed.
-        non_differentiable: names of tensors among the arguments that may be floating-point, and of
-            which the output is piecewise constant: they have no gradient, even if they require one.
-        unsaved: names of arguments and outputs that ``backward`` does not read, and gets ``None``
-            for.
-        fake_backward: ``(*grads, arguments, outputs)`` to a record of all gradients without data,
-            where they are not those of the arguments that are saved.
-        passes_gradient: whether the gradient of the first argument is that of the output, and not
-            made by ``backward``.
-        num_differentiable: how many of the outputs have a gradient, the first ones. Where there are
-            several, the gradient of an output that is not used is zeros.
-        check: raises an error for arguments that do not fit. The returned function calls it, the op
-            itself does not.
-        flops: of products, for PyTorch's counter: those of forward, or, with ``needs``, of
-            backward. An op without products has none.
+        name: the name of the op.
+        arguments: a ``NamedTuple`` of the op's arguments, which defines its schema. The fields of
+            nested records become arguments in their place. Tensors precede all other arguments.
+        outputs: a ``NamedTuple`` of the op's outputs, all of them tensors. The op returns a single
+            output as a tensor, since tracing treats a tuple of one tensor as a constant.
+        forward: computes the outputs from the arguments.
+        fake: returns empty outputs of the right shapes, for fake tensors.
+        backward: ``(*grads, arguments, outputs, needs)`` to a record of gradients, named, shaped
+            and typed as the arguments. ``grads`` are the gradients of the differentiable outputs;
+            ``needs`` is a record of bools, whether the gradient of each argument is needed.
+        non_differentiable: names of floating-point arguments without a gradient, even if they
+            require one, because the output is piecewise constant in them.
+        not_saved: names of arguments and outputs that ``backward`` does not read. They are
+            ``None`` there.
+        fake_backward: ``(*grads, arguments, outputs)`` to a record of all gradients, for fake
+            tensors; needed if an argument with a gradient is not saved.
+        grad_is_passthrough: whether the gradient of the first argument is the output's gradient,
+            so that ``backward`` does not compute it.
+        num_differentiable: how many of the outputs have a gradient, the first ones. If there are
+            several, unused outputs have gradients of zeros.
+        check: raises an error for invalid arguments. Only the returned function calls it, not the
+            op.
+        flops: FLOPs of matrix products, for PyTorch's ``FlopCounterMode``: of ``(arguments, None)``
+            for forward, of ``(arguments, needs)`` for backward.
 
     Returns:
-        The op, and a function that checks the arguments, calls the op, and returns the outputs that
-        have a gradient.
+        The op; and a function that checks the arguments, calls the op, and returns the
+        differentiable outputs.
     """
-    of_arguments, of_outputs = _leaves(arguments), _leaves(outputs)
-    num_arguments, is_single = len(of_arguments), len(of_outputs) == 1
+    argument_types, output_types = _leaf_types(arguments), _leaf_types(outputs)
+    num_arguments, is_single = len(argument_types), len(output_types) == 1
     build = _builder(arguments)
 
-    def returned(made: Outputs) -> Any:
-        return made[0] if is_single else made
+    # The op:
+    def run_forward(*leaves: Any) -> Any:
+        results = forward(build(leaves))
+        return results[0] if is_single else results
 
-    def run_forward(*fields: Any) -> Any:
-        return returned(forward(build(fields)))
+    def run_fake_forward(*leaves: Any) -> Any:
+        results = fake(build(leaves))
+        return results[0] if is_single else results
 
-    def fake_forward(*fields: Any) -> Any:
-        return returned(fake(build(fields)))
-
-    def records_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What ``backward`` takes, of what its op is given."""
-        grads, (needs_grad, *fields) = given[:num_differentiable], given[num_differentiable:]
-        made = outputs(*fields[num_arguments:])
-        return *grads, build(fields[:num_arguments]), made, build(needs_grad)
-
-    def gradients(*given: Any) -> list[Tensor]:
-        grads = backward(*records_of(given))
-        pairs = zip(of_arguments, given[num_differentiable], strict=True)
-        found = [getattr(grads, name) for name, need in pairs if need]
-        return [grad for grad in found if grad is not None]
-
-    def fake_gradients(*given: Any) -> list[Tensor]:
-        needs_grad, *fields = given[num_differentiable:]
-        like: list[Any] = fields[:num_arguments]
-        if fake_backward is not None:
-            *grads, args, made, _ = records_of(given)
-            of_names = fake_backward(*grads, args, made)
-            like = [getattr(of_names, name, None) for name in of_arguments]
-        pairs = zip(like, needs_grad, strict=True)
-        return [x.new_empty(x.shape) for x, need in pairs if need]
-
-    def passed(backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-        if not passes_gradient:
-            return backward
-
-        def gradients(grad_out: Tensor, needs_grad: Sequence[bool], *fields: Any) -> list[Tensor]:
-            first, others = needs_grad[0], [False, *needs_grad[1:]]
-            made = backward(grad_out, others, *fields) if any(others) else []
-            return [grad_out, *made] if first else made
-
-        return gradients
-
-    returns = f"({', '.join(SCHEMA_TYPES[x] for x in of_outputs.values())})"
+    returns = ", ".join(SCHEMA_TYPES[x] for x in output_types.values())
     op, library = _define(
-        name, run_forward, fake_forward, f"({_parameters(of_arguments)}) -> {returns}"
+        name, run_forward, run_fake_forward, f"({_parameters(argument_types)}) -> ({returns})"
     )
-    grads = {f"grad_{x}": Tensor for x in ("out", *outputs._fields[1:num_differentiable])}
-    saved_types = of_arguments | of_outputs | dict.fromkeys(unsaved, Tensor | None)
+
+    # The op of its gradient, whose inputs are grads, needs_grad, arguments and outputs:
+    def as_records(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the parameters of ``backward``, from the inputs of the op."""
+        grads, (needs_grad, *leaves) = inputs[:num_differentiable], inputs[num_differentiable:]
+        results = outputs(*leaves[num_arguments:])
+        return *grads, build(leaves[:num_arguments]), results, build(needs_grad)
+
+    def run_backward(*inputs: Any) -> list[Tensor]:
+        grads = backward(*as_records(inputs))
+        needs_grad = inputs[num_differentiable]
+        return [
+            getattr(grads, x) for x, need in zip(argument_types, needs_grad, strict=True) if need
+        ]
+
+    def run_fake_backward(*inputs: Any) -> list[Tensor]:
+        needs_grad, *leaves = inputs[num_differentiable:]
+        like: list[Any] = leaves[:num_arguments]
+        if fake_backward is not None:
+            *grads, args, results, _ = as_records(inputs)
+            fake_grads = fake_backward(*grads, args, results)
+            like = [getattr(fake_grads, x, None) for x in argument_types]
+        return [x.new_empty(x.shape) for x, need in zip(like, needs_grad, strict=True) if need]
+
+    grad_types = {f"grad_{x}": Tensor for x in ("out", *outputs._fields[1:num_differentiable])}
+    saved_types = argument_types | output_types | dict.fromkeys(not_saved, Tensor | None)
     backward_op, backward_library = _define(
         f"{name}_backward",
-        gradients,
-        fake_gradients,
-        f"({_parameters(grads)}, bool[] needs_grad, {_parameters(saved_types)}) -> Tensor[]",
+        run_backward,
+        run_fake_backward,
+        f"({_parameters(grad_types)}, bool[] needs_grad, {_parameters(saved_types)}) -> Tensor[]",
     )
-    tensors = _tensors(op)
-    num_tensors = len(tensors)
+
     if flops is not None:
-        count_flops(op, lambda *fields, out_val: flops(build(fields), None))
-        count_flops(
-            backward_op, lambda *given, out_val: flops(*records_of(given)[num_differentiable::2])
-        )
-    saved = [x not in unsaved for x in (*tensors, *outputs._fields)]
+
+        def backward_flops(*inputs: Any, out_val: object) -> int:
+            args, _, needs = as_records(inputs)[num_differentiable:]
+            return flops(args, needs)
+
+        count_flops(op, lambda *leaves, out_val: flops(build(leaves), None))
+        count_flops(backward_op, backward_flops)
+
+    # Autograd of the op:
+    num_tensors = sum(x in (Tensor, Tensor | None) for x in argument_types.values())
+    tensor_names = (*list(argument_types)[:num_tensors], *output_types)
+    is_saved = [x not in not_saved for x in tensor_names]
 
     def node_forward(ctx: Any, *inputs: Any) -> Any:
-        made = _call_below_autograd(op, inputs)
-        outputs = (made,) if is_single else made
+        results = _call_below_autograd(op, inputs)
+        results_tuple = (results,) if is_single else results
         ctx.set_materialize_grads(num_differentiable > 1)
-        ctx.mark_non_differentiable(*outputs[num_differentiable:])
-        kept = zip((*inputs[:num_tensors], *outputs), saved, strict=True)
-        ctx.save_for_backward(*(x if is_saved else None for x, is_saved in kept))
+        ctx.mark_non_differentiable(*results_tuple[num_differentiable:])
+        tensors = zip((*inputs[:num_tensors], *results_tuple), is_saved, strict=True)
+        ctx.save_for_backward(*(x if save else None for x, save in tensors))
         ctx.constants = inputs[num_tensors:]
         ctx.is_transformed = torch._C._are_functorch_transforms_active()
-        return made
-
-    def call_backward(*arguments: Any) -> list[Tensor]:
-        with _below_autograd():
-            return backward_op(*arguments)
+        return results
 
     def node_backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_grad = ctx.needs_input_grad
         if grads_out[0] is None:
             return (None,) * len(needs_grad)
-        # Transforms always request a graph: there the op of backward refuses its own gradient.
+        # Transforms always enable gradients here; their second derivatives are refused below.
         if torch.is_grad_enabled() and not ctx.is_transformed:
             raise NotImplementedError(f"{name} has no second derivative, got create_graph=True")
-        tensors = ctx.saved_tensors
-        inputs, outputs = tensors[:num_tensors], tensors[num_tensors:]
-        given = (needs_grad, *inputs, *ctx.constants, *outputs)
-        arguments = (*grads_out[:num_differentiable], *given)
-        in_graph = torch.compiler.is_compiling() or ctx.is_transformed
-        grads = iter(passed(backward_op if in_graph else call_backward)(*arguments))
-        return tuple(next(grads) if need else None for need in needs_grad)
+        computed = (False, *needs_grad[1:]) if grad_is_passthrough else needs_grad
+        grads: list[Tensor] = []
+        if any(computed):
+            tensors = ctx.saved_tensors
+            inputs, results = tensors[:num_tensors], tensors[num_tensors:]
+            leaves = (*grads_out[:num_differentiable], computed, *inputs, *ctx.constants, *results)
+            in_graph = torch.compiler.is_compiling() or ctx.is_transformed
+            with contextlib.nullcontext() if in_graph else _below_autograd():  # saves host time
+                grads = backward_op(*leaves)
+        remaining = iter(grads)
+        grads_in = tuple(next(remaining) if need else None for need in computed)
+        if grad_is_passthrough and needs_grad[0]:
+            return grads_out[0], *grads_in[1:]
+        return grads_in
 
-    def once_forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+    _set_autograd(op, library, node_forward, node_backward, non_differentiable)
+
+    # Autograd of the op of the gradient, which raises an error:
+    def backward_node_forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         return tuple(_call_below_autograd(backward_op, inputs))
 
-    def refuse(ctx: Any, *_: Any) -> None:
+    def refuse_second_derivative(ctx: Any, *_: Any) -> None:
         raise NotImplementedError(f"{name} has no second derivative")
 
     def refuse_batch(*_: Any) -> None:
         raise NotImplementedError(
             f"{name} has no gradient of a batch, got one of torch.func.vmap or of "
-            "is_grads_batched=True: join its samples by offsets, or take one after the other"
+            "is_grads_batched=True: join its samples by offsets, or compute one after the other"
         )
 
-    _differentiate(op, library, node_forward, node_backward, non_differentiable)
-    _differentiate(backward_op, backward_library, once_forward, refuse)
+    _set_autograd(backward_op, backward_library, backward_node_forward, refuse_second_derivative)
     for key in ("FuncTorchBatched", "Batched"):
         backward_library.impl(f"{name}_backward", refuse_batch, key)
 
-    def call(*arguments: Any) -> Any:
-        check(*arguments)
-        made = op(*arguments)
+    def check_and_call(*leaves: Any) -> Any:
+        check(*leaves)
+        results = op(*leaves)
         if is_single:
-            return made
-        return made[0] if num_differentiable == 1 else made[:num_differentiable]
+            return results
+        return results[0] if num_differentiable == 1 else results[:num_differentiable]
 
-    return op, call
+    return op, check_and_call
 
 
 def register_op_without_grad(
@@ -222,77 +226,18 @@ def register_op_without_grad(
     forward: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> torch._ops.OpOverload:
-    """Register ``torchrec_jagged_attn::name``, which has no gradient, for CPU and CUDA.
+    """Register ``torchrec_jagged_attn::name``, an op without a gradient, for CPU and CUDA.
 
-    The schema is that of the annotated ``forward``, which runs with autocast off and returns new
-    tensors.
+    The schema is inferred from the annotations of ``forward``, which runs with autocast disabled
+    and returns new tensors.
     """
     return _define(name, forward, fake)[0]
 
 
-def _tensors(op: torch._ops.OpOverload) -> list[str]:
-    """Names of the tensors among its arguments."""
-    return [x.name for x in op._schema.arguments if "Tensor" in str(x.type)]
-
-
-def _differentiate(
-    op: torch._ops.OpOverload,
-    library: torch.library.Library,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    non_differentiable: tuple[str, ...] = (),
-) -> None:
-    """Where an input of ``op`` needs a gradient, other than one that is ``non_differentiable``, it
-    runs as the node of ``forward``, which calls ``op`` again, below autograd.
-    """
-    name = op._schema.name.split("::")[1]
-    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    node = type(name, (torch.autograd.Function,), functions)
-    node_of_level = type(name, (_SingleLevelFunction,), functions)
-    detached = [at for at, x in enumerate(op._schema.arguments) if x.name in non_differentiable]
-
-    def autograd(*inputs: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(name, inputs)
-        needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
-        if needs_grad:
-            for at in detached:
-                if inputs[at] is not None and inputs[at].requires_grad:
-                    inputs = (*inputs[:at], inputs[at].detach(), *inputs[at + 1 :])
-                    needs_grad = torch._C._any_requires_grad(*inputs)
-        if not needs_grad:
-            with _below_autograd():
-                return op(*inputs)
-        if not torch._C._are_functorch_transforms_active():
-            return node.apply(*inputs)
-        with enable_single_level_autograd_function():  # the dispatcher calls this at each level
-            return node_of_level.apply(*inputs)  # pyright: ignore[reportAttributeAccessIssue]
-
-    library.impl(name, autograd, "Autograd")
-
-
-def _call_below_autograd(op: torch._ops.OpOverload, inputs: tuple[Any, ...]) -> Any:
-    """``op(*inputs)``, in the forward of a node, which runs with gradients off: those that are
-    taken outside of a transform's level are not.
-    """
-    if torch._C._are_functorch_transforms_active():
-        with torch.enable_grad(), _set_fwd_grad_enabled(True), _below_autograd():
-            return op(*inputs)
-    with _below_autograd():
-        return op(*inputs)
-
-
-def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
-    """Forward-mode derivatives are not made: without an error they would be zero."""
-    for x in inputs:
-        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(f"{name} has no forward-mode derivative, got a dual tensor")
-
-
 def flatten(record: tuple[Any, ...]) -> list[Any]:
-    """The arguments of an op, of the record of them."""
+    """Return the arguments of an op, from a record of them: nested records are flattened."""
     leaves = []
-    for field in record:  # of every call: a loop takes the host less than a generator
+    for field in record:  # called by every op: a loop takes less host time than a generator
         if isinstance(field, tuple):
             leaves += flatten(field)
         else:
@@ -300,34 +245,34 @@ def flatten(record: tuple[Any, ...]) -> list[Any]:
     return leaves
 
 
-def _leaves(record: type) -> dict[str, Any]:
-    """The types of what :func:`flatten` gives, by their names."""
-    leaves = {}
-    for name, of_type in get_type_hints(record).items():
-        leaves |= _leaves(of_type) if hasattr(of_type, "_fields") else {name: of_type}
-    return leaves
-
-
 def _builder(record: type[Arguments]) -> Callable[[Sequence[Any]], Arguments]:
-    """What makes the ``record`` of what :func:`flatten` gives."""
-    inner = [
-        (at, at + len(_leaves(of_type)), _builder(of_type))
-        for at, of_type in enumerate(get_type_hints(record).values())
-        if hasattr(of_type, "_fields")
+    """Return the inverse of :func:`flatten`, which builds a ``record``."""
+    nested = [
+        (index, index + len(_leaf_types(x)), _builder(x))
+        for index, x in enumerate(get_type_hints(record).values())
+        if hasattr(x, "_fields")
     ]
 
     def build(leaves: Sequence[Any]) -> Arguments:
         fields = list(leaves)
-        for begin, end, build_field in inner:  # those before it are one field by now
+        for begin, end, build_field in nested:  # earlier nested records are one field by then
             fields[begin:end] = (build_field(fields[begin:end]),)
         return record._make(fields)
 
-    return build if inner else record._make
+    return build if nested else record._make
 
 
-def _parameters(leaves: dict[str, Any]) -> str:
-    """Names and types as a schema has them."""
-    return ", ".join(f"{SCHEMA_TYPES[of_type]} {name}" for name, of_type in leaves.items())
+def _leaf_types(record: type) -> dict[str, Any]:
+    """Return the names and types of the elements that :func:`flatten` returns."""
+    leaves = {}
+    for name, x in get_type_hints(record).items():
+        leaves |= _leaf_types(x) if hasattr(x, "_fields") else {name: x}
+    return leaves
+
+
+def _parameters(leaf_types: dict[str, Any]) -> str:
+    """Return the parameters of a schema."""
+    return ", ".join(f"{SCHEMA_TYPES[x]} {name}" for name, x in leaf_types.items())
 
 
 def _define(
@@ -336,19 +281,19 @@ def _define(
     fake: Callable[..., Any],
     schema: str | None = None,
 ) -> tuple[torch._ops.OpOverload, torch.library.Library]:
-    """Define an op without a gradient, and return it with its library.
+    """Define an op without a gradient. Returns the op and its library.
 
-    The first input is a tensor, whose device becomes the current one. The schema is by default that
-    of the annotated implementation.
+    The first input must be a tensor; its device becomes the current device. By default, the schema
+    is inferred from the annotations of ``implementation``.
     """
     if schema is None:
         schema = torch.library.infer_schema(implementation, mutates_args=())
 
-    def run(*arguments: Any) -> Any:
-        if forward_ad._current_level >= 0:  # gradients, too, may have a tangent
-            _refuse_tangents(name, arguments)
-        with torch._C._DisableAutocast(), torch.cuda.device_of(arguments[0]):
-            return implementation(*arguments)
+    def run(*inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:  # calls below autograd are not checked elsewhere
+            _refuse_tangents(name, inputs)
+        with torch._C._DisableAutocast(), torch.cuda.device_of(inputs[0]):
+            return implementation(*inputs)
 
     if name in _libraries:
         _libraries.pop(name)._destroy()
@@ -359,3 +304,61 @@ def _define(
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     return op, library
+
+
+def _set_autograd(
+    op: torch._ops.OpOverload,
+    library: torch.library.Library,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    non_differentiable: tuple[str, ...] = (),
+) -> None:
+    """Make ``forward`` and ``backward`` the ``torch.autograd.Function`` of ``op``.
+
+    It is only used if an input requires a gradient, other than inputs named in
+    ``non_differentiable``. ``forward`` calls ``op`` below autograd.
+    """
+    name = op._schema.name.split("::")[1]
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(name, (torch.autograd.Function,), functions)
+    single_level_function = type(name, (_SingleLevelFunction,), functions)
+    detached = [i for i, x in enumerate(op._schema.arguments) if x.name in non_differentiable]
+
+    def autograd(*inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, inputs)
+        needs_grad = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+        if needs_grad:
+            for i in detached:
+                if inputs[i] is not None and inputs[i].requires_grad:
+                    inputs = (*inputs[:i], inputs[i].detach(), *inputs[i + 1 :])
+                    needs_grad = torch._C._any_requires_grad(*inputs)
+        if not needs_grad:
+            with _below_autograd():
+                return op(*inputs)
+        if not torch._C._are_functorch_transforms_active():
+            return function.apply(*inputs)
+        with enable_single_level_autograd_function():  # the dispatcher calls this at each level
+            return single_level_function.apply(*inputs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    library.impl(name, autograd, "Autograd")
+
+
+def _call_below_autograd(op: torch._ops.OpOverload, inputs: tuple[Any, ...]) -> Any:
+    """Return ``op(*inputs)``, called by the forward of an autograd function.
+
+    PyTorch disables gradients there. They are enabled again for the outer levels of nested
+    transforms.
+    """
+    if torch._C._are_functorch_transforms_active():
+        with torch.enable_grad(), _set_fwd_grad_enabled(True), _below_autograd():
+            return op(*inputs)
+    with _below_autograd():
+        return op(*inputs)
+
+
+def _refuse_tangents(name: str, inputs: tuple[Any, ...]) -> None:
+    """Raise an error if an input has a tangent: forward-mode derivatives would be zero."""
+    for x in inputs:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name} has no forward-mode derivative, got a dual tensor")

@@ -9,25 +9,27 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.attention.checks import (
+    check_biases,
+    check_indices,
+    check_indices_values,
+    check_packed_history,
+    check_score,
+    check_width,
+)
 from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
 from torchrec_jagged_attn.attention.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.checks import (
-    check_biases,
     check_finite,
     check_float,
-    check_indices,
-    check_indices_values,
     check_integers,
     check_num_levels,
     check_number,
     check_offsets_metadata,
-    check_packed_history,
     check_packed_values,
     check_same,
-    check_score,
     check_shape,
     check_tensor,
-    check_width,
 )
 from torchrec_jagged_attn.devices import implementation_of
 from torchrec_jagged_attn.layout import check_offsets_values
@@ -363,6 +365,6 @@ _, _call_with_lse = register_op(
     fake=_fake_with_lse,
     backward=_backward_with_lse,
     num_differentiable=2,
-    unsaved=("lse",),
+    not_saved=("lse",),
     **_REGISTERED,
 )

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from torchrec_jagged_attn.flash_attention.kernels.distance_bias import list_by_distance
+from torchrec_jagged_attn.flash_attention.kernels.distance_bias import bias_by_distance
 
 
 def test_relative_bias_of_more_rows_than_its_list_counts():
     rows = 2**30 - 128
     message = f"at most {rows - 1} rows with relative_bias, got {rows}"
     with pytest.raises(NotImplementedError, match=message):
-        list_by_distance(torch.zeros(3, 2), rows)
+        bias_by_distance(torch.zeros(3, 2), rows)

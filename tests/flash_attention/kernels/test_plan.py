@@ -27,7 +27,7 @@ HALF = Call(
     distance_buckets=0,
     causal=True,
     negative_scale=False,
-    counted=True,
+    fits_int32=True,
 )
 
 
@@ -37,15 +37,15 @@ def hopper(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "short", "long", "most_short"),
+    ("change", "short", "long", "max_short_rows"),
     [
         ({}, "hopper_short", "hopper", 64),
         ({"width": 48, "value_width": 40}, "hopper_short", "hopper", 64),
         ({"width": 128}, "general_short", "hopper", 32),
-        ({"counted": False}, "general_short", "hopper", 32),
+        ({"fits_int32": False}, "general_short", "hopper", 32),
         ({"width": 32, "value_width": 32}, "general_short", "general", 32),
         ({"negative_scale": True}, "general_short", "general", 32),
-        ({"in_boxes": False}, "general_short", "general", 32),
+        ({"tma_compatible": False}, "general_short", "general", 32),
         ({"width": 256}, "general", "general", 0),
         ({"dtype": torch.float32}, "general", "general", 0),
         ({"has_bias": True}, "general", "general", 0),
@@ -55,10 +55,10 @@ def hopper(monkeypatch):
     ],
     ids=str,
 )
-def test_variants_of_a_hopper_gpu(change, short, long, most_short):
+def test_variants_of_a_hopper_gpu(change, short, long, max_short_rows):
     plan = plan_of(HALF._replace(**change))
     assert (plan.short_samples.variant, plan.long_samples.variant) == (short, long)
-    assert plan.most_short == most_short
+    assert plan.max_short_rows == max_short_rows
 
 
 @pytest.mark.parametrize(

@@ -5,29 +5,29 @@ import torch
 
 from tests.cases import offsets_of
 from torchrec_jagged_attn.runtime.kernels import tile_list
-from torchrec_jagged_attn.runtime.kernels.tile_list import list_tiles, most_tiles
+from torchrec_jagged_attn.runtime.kernels.tile_list import list_tiles, max_tiles
 
 
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])
 @pytest.mark.parametrize("short", [0, 32, 64], ids=str)
-@pytest.mark.parametrize(("together", "scan"), [(0, 256), (1024, 256), (1024, 2048)], ids=str)
+@pytest.mark.parametrize(("rows_per_group", "scan"), [(0, 256), (1024, 256), (1024, 2048)], ids=str)
 def test_tiles_are_listed_the_longest_first(
-    together, scan, short, is_self, kernel_device, monkeypatch
+    rows_per_group, scan, short, is_self, kernel_device, monkeypatch
 ):
     monkeypatch.setattr(tile_list, "SCAN", scan)
     monkeypatch.setattr(tile_list, "CLASSES", 16)
     generator = torch.Generator().manual_seed(0)
-    own, other = torch.randint(0, 70, (2, 600), generator=generator)  # more than a program scans
-    own[7], other[300] = 700, 3000
-    other = own if is_self else other
-    offsets = [offsets_of(lengths, torch.int64, kernel_device) for lengths in (own, other)]
-    rows = int(own.sum()), 0 if is_self else int(other.sum())
-    capacity = most_tiles(*rows, 600, short, 64)
-    tiles = list_tiles(*offsets, capacity, short, 64, together).cpu()
+    tiled, other = torch.randint(0, 70, (2, 600), generator=generator)  # more than a program scans
+    tiled[7], other[300] = 700, 3000
+    other = tiled if is_self else other
+    offsets = [offsets_of(lengths, torch.int64, kernel_device) for lengths in (tiled, other)]
+    rows = int(tiled.sum()), 0 if is_self else int(other.sum())
+    capacity = max_tiles(*rows, 600, short, 64)
+    tiles = list_tiles(*offsets, capacity, short, 64, rows_per_group).cpu()
     begins = [x[:-1].tolist() for x in offsets]
     expected = {
         (b, begins[0][b] + start, n - start, begins[1][b], m)
-        for b, (n, m) in enumerate(zip(own.tolist(), other.tolist(), strict=True))
+        for b, (n, m) in enumerate(zip(tiled.tolist(), other.tolist(), strict=True))
         for start in range(0, n if max(n, m) > short else 0, 64)
     }
     listed = tiles[1 : 1 + int(tiles[0, 0])].tolist()

@@ -1,1 +1,1 @@
-"""Kernels on a GPU."""
+"""GPU kernels."""

@@ -12,15 +12,15 @@ import triton.language as tl
 
 @triton.jit
 def recency_bucket(distance, num_buckets):
-    """``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, at most the last bucket.
+    """Return ``min(⌊4 log2(1 + distance)⌋, 96 + ⌊log2(1 + distance)⌋)``, at most the last bucket.
 
-    ``1 + distance`` is rounded to fp32, and its logarithm read from the bits of that, as in
-    ``_recency_buckets`` of ``flash_attention/cpu.py``.
+    The logarithm is read from the bits of ``1 + distance`` in fp32, as in ``_recency_buckets`` of
+    ``flash_attention/cpu.py``.
     """
     bits = (distance + 1).to(tl.float32).to(tl.int32, bitcast=True)
     if distance.dtype != tl.int32:
         bits &= 0x7FFFFFFF  # 2^63 is negative in int64
-    fraction = bits & 0x7FFFFF  # compared with the least fp32 >= 2^(1/4), 2^(2/4), 2^(3/4)
+    fraction = bits & 0x7FFFFF  # compared with the smallest fp32 >= 2^(1/4), 2^(2/4), 2^(3/4)
     quarters = (fraction >= 0x1837F1).to(tl.int32) + (fraction >= 0x3504F4).to(tl.int32)
     quarters += (fraction >= 0x5744FD).to(tl.int32)
     octave = (bits >> 23) - 127
@@ -32,9 +32,9 @@ def recency_bucket(distance, num_buckets):
 
 @triton.jit
 def age_bucket(time, reference, num_buckets):
-    """:func:`recency_bucket` of ``reference - time``.
+    """Return :func:`recency_bucket` of the age ``reference - time``.
 
-    The first bucket if that is negative, the last one if it is NaN or overflows int64.
+    Negative ages are in the first bucket; NaN, and ages that overflow int64, in the last bucket.
     """
     if time.dtype == tl.int32:
         time, reference = time.to(tl.int64), reference.to(tl.int64)
@@ -45,7 +45,7 @@ def age_bucket(time, reference, num_buckets):
 
 @triton.jit
 def load_row_numbers(biases, n, visible):
-    """Numbers of the rows ``n`` (int64), by default ``n``: see ``TargetArguments``."""
+    """Load the ``row_numbers`` of rows ``n`` (int64), by default ``n``; see ``TargetArguments``."""
     numbers = n
     if biases.row_numbers is not None:
         numbers = tl.load(biases.row_numbers + n, mask=visible, other=0).to(tl.int64)
@@ -54,7 +54,7 @@ def load_row_numbers(biases, n, visible):
 
 @triton.jit
 def row_buckets(n, visible, offsets_ptr, biases, sample, C: tl.constexpr):
-    """Buckets of position and age of the rows ``n`` of ``sample``."""
+    """Return the buckets of the position and of the age of rows ``n`` of ``sample``."""
     last = tl.load(offsets_ptr + sample + 1).to(tl.int64) - 1
     distance = last - n
     if biases.row_numbers is not None:
@@ -74,18 +74,18 @@ def row_buckets(n, visible, offsets_ptr, biases, sample, C: tl.constexpr):
 
 @triton.jit
 def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr):
-    """The sum of all ``biases`` of the rows ``n`` for the query rows ``r``, which broadcast.
+    """Return the sum of all biases of the history rows ``n`` for the query rows ``r``.
 
-    ``biases`` are ``records.Biases``; C are Constants of either attention.
-
-    PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative. Query
-    rows from ``count`` on have a bias of zero, since they have no maximum to subtract.
+    ``n`` and ``r`` broadcast. ``biases`` are ``records.Biases``; C are the ``Constants`` of either
+    attention. With C.PRIOR, ``biases.bias`` are prior weights, whose logarithms are added for all
+    heads: ``-inf`` for weights of zero or less. Query rows from ``count`` on have a bias of zero,
+    since they have no maximum to subtract.
     """
     mask = visible & (r < count)
     head = (r % C.H).to(tl.int32)
     bias = 0.0
     if C.PRIOR:
-        # Loaded for each query row, too: Triton lowers a broadcast column of weights wrongly.
+        # Loaded per query row as well: Triton miscompiles a broadcast of one column of weights.
         weights = tl.load(biases.bias + n + head * 0, mask=mask, other=1.0)
         bias += tl.log(tl.where(weights < 0, 0.0, weights.to(tl.float32)))  # NaN stays
     elif biases.bias is not None:
@@ -114,10 +114,10 @@ def _upper_bits(values):
 
 @triton.jit
 def _dot_one_hot(one_hot, values, acc, dtype, ONE_HOT_FIRST: tl.constexpr):
-    """``acc`` plus the product of ``one_hot`` and ``values`` (fp32).
+    """Return ``acc`` plus the product of ``one_hot`` and ``values`` (fp32), on tensor cores.
 
-    On tensor cores, as a sum of products with two components of ``values``, in fp32 three. In fp32
-    the tile is summed separately from ``acc``, since tensor cores truncate sums.
+    ``values`` are decomposed into two components of ``dtype``, or three if it is fp32. In fp32 the
+    tile is summed separately from ``acc``, since tensor cores truncate sums.
     """
     one_hot = one_hot.to(dtype)
     if dtype == tl.float32:
@@ -133,9 +133,9 @@ def _dot_one_hot(one_hot, values, acc, dtype, ONE_HOT_FIRST: tl.constexpr):
 
 @triton.jit
 def add_heads(acc, ds, r, h, dtype, H: tl.constexpr, ONE_TARGET: tl.constexpr):
-    """``acc`` plus ``ds``, summed over the query rows ``r`` of each head ``h``: ``[rows, heads]``.
+    """Return ``acc`` ``[rows, heads]`` plus ``ds`` summed over the query rows ``r`` of each head.
 
-    ``dtype`` is the history's.
+    ``h`` are the heads, and ``dtype`` is the dtype of the history.
     """
     if ONE_TARGET:
         return acc + ds
@@ -145,9 +145,9 @@ def add_heads(acc, ds, r, h, dtype, H: tl.constexpr, ONE_TARGET: tl.constexpr):
 
 @triton.jit
 def add_to_table(table, buckets, heads, dtype, BLOCK_B: tl.constexpr):
-    """``table`` (``[BLOCK_B, BLOCK_H]``) plus the ``heads`` of rows in their ``buckets``.
+    """Return ``table`` ``[BLOCK_B, BLOCK_H]`` plus ``heads`` ``[rows, BLOCK_H]`` of each bucket.
 
-    ``dtype`` is the history's.
+    ``buckets`` are the buckets of the rows, and ``dtype`` is the dtype of the history.
     """
     is_bucket = (tl.arange(0, BLOCK_B)[:, None] == buckets[None, :]).to(tl.float32)
     return _dot_one_hot(is_bucket, heads, table, dtype, ONE_HOT_FIRST=True)

@@ -1,9 +1,10 @@
-"""Dropout masks by counter-based random numbers, so that none is stored.
+"""Dropout masks from counter-based random numbers, which need not be stored.
 
-SplitMix64 (Steele, Lea and Flood, OOPSLA '14) of the query row (over all samples and heads) is
-mixed with the number of the history row by the finalizer of MurmurHash3 (Appleby), so that forward,
-backward and all devices agree. ``dropout`` is ``[2]`` int64: a seed, and 2^32 times the
-probability. ``flash_attention/attention.cpp`` draws the same on a CPU.
+The random bits of a weight are a hash of the seed, the query row (over all samples and heads) and
+the number of the history row: SplitMix64 (Steele, Lea and Flood, OOPSLA '14) of the query row,
+mixed with the history row by the finalizer of MurmurHash3 (Appleby). So forward, backward and all
+devices draw the same masks; on a CPU, ``flash_attention/attention.cpp`` does. ``dropout`` is
+``[2]`` int64: the seed, and 2^32 times the probability.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import triton.language as tl
 
 @triton.jit
 def _draws(seed, n):
-    """32 random bits, in int64, for each counter ``n`` (int64)."""
+    """Return 32 random bits, in int64, for each counter ``n`` (int64)."""
     x = seed + (n + 1) * -7046029254386353131
-    # The masks make shifts unsigned.
+    # The masks make the shifts unsigned.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -25,8 +26,9 @@ def _draws(seed, n):
 
 @triton.jit
 def query_draws(dropout_ptr, r):
-    """32 random bits for each query row ``r`` (over all samples and heads), for
-    :func:`element_draws`; ``r`` if ``dropout`` is None.
+    """Return 32 random bits for each query row ``r`` (over all samples and heads).
+
+    They are a parameter of :func:`element_draws`. Without dropout, ``r`` is returned.
     """
     draws = r
     if dropout_ptr is not None:
@@ -36,7 +38,7 @@ def query_draws(dropout_ptr, r):
 
 @triton.jit
 def element_draws(draws, n):
-    """32 random bits per element, of the ``draws`` of its row and its column ``n`` (int64)."""
+    """Return 32 random bits per element, from ``draws`` of query rows and history rows ``n``."""
     bits = draws ^ (n.to(tl.uint32) * 0x9E3779B1)
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
@@ -45,13 +47,14 @@ def element_draws(draws, n):
 
 @triton.jit
 def drop_weights(x, dropout_ptr, draws, n):
-    """Dropout of weights, or of their gradients, ``x``.
+    """Return ``x``, weights or their gradients, after dropout.
 
-    ``draws`` of query rows and row numbers ``n`` (int64) broadcast to ``x``.
+    ``draws`` are the :func:`query_draws` of query rows, and ``n`` (int64) the numbers of history
+    rows. Both broadcast to ``x``.
     """
     if dropout_ptr is not None:
         bits = element_draws(draws, n)
-        drops = tl.load(dropout_ptr + 1)
-        factor = tl.div_rn(4294967296.0, (4294967296 - drops).to(tl.float32))
-        x *= tl.where(bits < drops.to(tl.uint32), 0.0, factor)
+        threshold = tl.load(dropout_ptr + 1)
+        factor = tl.div_rn(4294967296.0, (4294967296 - threshold).to(tl.float32))
+        x *= tl.where(bits < threshold.to(tl.uint32), 0.0, factor)
     return x

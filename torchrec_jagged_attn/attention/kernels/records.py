@@ -1,4 +1,4 @@
-"""Arguments of the kernels of target and flash attention."""
+"""Arguments of kernels that target and flash attention share."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class Biases(NamedTuple):
     # [N] and [B], see ``TargetArguments``; only in target attention
     row_numbers: Any = None
     row_number_ends: Any = None
-    # [H, 2 · reach] fp32, see ``distance_bias.py``; only in flash attention
+    # [H, 2 · max_distance] fp32, see ``distance_bias.py``; only in flash attention
     by_distance: Any = None

@@ -1,8 +1,8 @@
-"""Elementwise weights: SiLU and the logistic sigmoid of scores, and their derivatives.
+"""Elementwise weights instead of the softmax: SiLU and sigmoid of scores, and derivatives.
 
     sigmoid:  p = σ(s)        silu:  p = s · σ(s)         σ(s) = 1 / (1 + e⁻ˢ)
 
-A score of ``-inf`` has a weight and a slope of zero.
+Scores of ``-inf`` have weights and derivatives of zero.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import triton.language as tl
 
 from torchrec_jagged_attn.runtime.kernels.softmax import LN2, LOG2E, LOG2E_LOW
 
-LEAST = tl.constexpr(-200.0)  # σ of it is zero in fp32
+MIN_SCORE = tl.constexpr(-200.0)  # its sigmoid is zero in fp32
 
 
 @triton.jit
 def weights_and_slopes(scores, SCORE: tl.constexpr, EXACT: tl.constexpr):
-    """``(weights, slopes)`` of ``scores``; accurate to a few units in the last place if EXACT."""
-    scores = tl.where(scores < LEAST, LEAST, scores)  # NaN stays
+    """Return ``(weights, slopes)``: weights and their derivatives with respect to ``scores``.
+
+    With EXACT, they are accurate to a few units in the last place.
+    """
+    scores = tl.where(scores < MIN_SCORE, MIN_SCORE, scores)  # NaN stays
     below = tl.where(scores < 0, scores, -scores)
     power = tl.exp2(below * LOG2E)
     if EXACT:

@@ -1,8 +1,8 @@
-"""Jagged flash attention of short samples in Triton, of half precision without biases.
+"""Jagged flash attention for short samples in Triton, in half precision without biases.
 
-A program computes one head of a whole sample, all pairs of rows at once. Scores and weights stay in
+A program computes one head of a sample, all pairs of rows in one tile. Scores and weights stay in
 registers, so the kernels are memory-bound: forward reads q, k, v and writes out; backward reads
-q, k, v, grad_out and writes three gradients, and recomputes the statistics of forward.
+q, k, v, grad_out and writes three gradients, and recomputes the softmax statistics.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torchrec_jagged_attn.flash_attention.kernels.tiles import (
 )
 from torchrec_jagged_attn.runtime.kernels.softmax import mean_grad
 
-MOST_ROWS = 32  # of a short sample, on both sides
+MAX_ROWS = 32  # maximum rows of a short sample, on both sides
 
 
 @triton.jit
 def _locate_sample(sample, samples, window, C: tl.constexpr):
-    """``(q_row, num_rows, kv_row, num_keys, visible)`` of a sample.
+    """Return ``(q_row, num_rows, kv_row, num_keys, visible)`` of a sample.
 
-    First row and length of its queries and of its keys, and the mask ``[BLOCK_M, BLOCK_N]`` of
-    visible pairs, queries by keys.
+    These are the first row and the number of its queries and of its keys, and the mask
+    ``[BLOCK_M, BLOCK_N]`` of visible pairs.
     """
     q_row = tl.load(samples.q_offsets + sample).to(tl.int64)
     kv_row = tl.load(samples.kv_offsets + sample).to(tl.int64)
@@ -45,7 +45,7 @@ def _locate_sample(sample, samples, window, C: tl.constexpr):
 
 @triton.jit
 def _drop(x, dropout_ptr, q_row, kv_row, head, C: tl.constexpr):
-    """:func:`drop_weights` of a sample's weights, or their gradients."""
+    """Apply :func:`drop_weights` to the weights of a sample, or to their gradients."""
     draws = query_draws(dropout_ptr, (q_row + tl.arange(0, C.BLOCK_M)) * C.H + head)
     n = kv_row + tl.arange(0, C.BLOCK_N)
     return drop_weights(x, dropout_ptr, draws[:, None], n[None, :])
@@ -53,7 +53,7 @@ def _drop(x, dropout_ptr, q_row, kv_row, head, C: tl.constexpr):
 
 @triton.jit
 def _softmax(q, k, visible, factor, C: tl.constexpr):
-    """``(p, maximum, total)`` of all scores of a sample; the weights are not yet divided."""
+    """Return ``(p, maximum, total)`` of a sample; weights ``p`` are not divided by ``total``."""
     products = tl.dot(-q if C.NEGATIVE else q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
     lowest = tl.full([C.BLOCK_M], -float("inf"), tl.float32)
     zero = tl.zeros([C.BLOCK_M], tl.float32)
@@ -72,7 +72,7 @@ def forward_short_kernel(
     factor,
     C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
 ):
-    """One head of one sample, if that has at most BLOCK_M rows on both sides."""
+    """Compute one head of one sample, if it has at most BLOCK_M rows on both sides."""
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
     sample, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
@@ -104,13 +104,14 @@ def backward_short_kernel(
     scale,
     C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
 ):
-    """One key head of one sample, if that has at most BLOCK_M rows on both sides."""
+    """Compute one key head of one sample, if it has at most BLOCK_M rows on both sides."""
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
     sample, kv_head = tl.program_id(0) // C.HK, tl.program_id(0) % C.HK
     q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, window, C)
     if (num_rows <= C.BLOCK_M) & (num_keys <= C.BLOCK_N) & (num_rows + num_keys > 0):
-        # If one side is empty, the other is read as zeros: infinite rows have zero gradients, too.
+        # If one side is empty, rows of the other side are read as zeros: their gradients are zeros
+        # even if the rows are infinite.
         rows, keys = tl.where(num_keys > 0, num_rows, 0), tl.where(num_rows > 0, num_keys, 0)
         k = load_rows(inputs.k, kv_row, keys, kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
         v = load_rows(inputs.v, kv_row, keys, kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)
@@ -124,8 +125,8 @@ def backward_short_kernel(
             )
             p, _, total = _softmax(q, k, visible, factor, C)
             p /= tl.where(total != 0, total, 1.0)[:, None]
-            kept = _drop(p, dropout_ptr, q_row, kv_row, head, C)
-            acc_v = tl.dot(tl.trans(kept.to(grad_out.dtype)), grad_out, acc_v)
+            p_dropped = _drop(p, dropout_ptr, q_row, kv_row, head, C)
+            acc_v = tl.dot(tl.trans(p_dropped.to(grad_out.dtype)), grad_out, acc_v)
             dp = tl.dot(grad_out, tl.trans(v))
             dp = _drop(dp, dropout_ptr, q_row, kv_row, head, C)
             delta = mean_grad(p, dp, tl.zeros([C.BLOCK_M], tl.float32), True)

@@ -1,17 +1,17 @@
-"""Backward of jagged flash attention on Hopper, of half precision, in Gluon.
+"""Backward of jagged flash attention on Hopper, in half precision, in Gluon.
 
-The kernel is persistent: a program takes one tile of keys after the other, with all queries that
-see it: five products for each pair of tiles. Its warps are specialized:
+The kernel is persistent: a program processes several tiles of keys, each with all queries that see
+any of its keys. There are five products per pair of tiles. Warps are specialized:
 
 - Two warpgroups compute dk and dv, each for half of the keys. They hold scores and their gradients
   ds transposed in registers, ``[keys, queries]``, as operands of the products with do and q.
-- A third warpgroup computes dq from ds in shared memory. At width 128, which leaves no registers
-  for it, the two others compute half of the columns each, one tile of queries behind, so that
-  neither waits for the ds of the other.
+- A third warpgroup computes dq from ds in shared memory. At width 128 there are no registers for a
+  third warpgroup: the other two compute half of the columns each, one tile of queries later, so
+  that neither waits for the ds of the other.
 - A producer warp loads rows.
-- Three warps wait for and increment semaphores, which order the sums of dq: see
-  ``hopper_dq_semaphores.py``. Tiles of keys are listed so that the one before has always started
-  and semaphores are usually acquired before they are needed.
+- Three warps wait for semaphores, which order the sums of dq, and increment them: see
+  ``hopper_dq_semaphores.py``. The order of the list ensures that earlier tiles of keys of a sample
+  have started, and usually that semaphores are acquired before they are needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchrec_jagged_attn.flash_attention.kernels.hopper_dq_semaphores import (
     release_semaphores,
     wait_semaphores,
 )
-from torchrec_jagged_attn.flash_attention.kernels.hopper_forward import scores_by_distance
+from torchrec_jagged_attn.flash_attention.kernels.hopper_forward import load_distance_bias
 from torchrec_jagged_attn.flash_attention.kernels.hopper_prepare import BLOCK_M
 from torchrec_jagged_attn.flash_attention.kernels.records import (
     Constants,
@@ -76,11 +76,11 @@ from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
 BLOCK_N = 128  # keys of a tile
 DS_STAGES = gl.constexpr(2)  # tiles of ds in shared memory
-SEMAPHORE_STAGES = gl.constexpr(4)  # tiles of queries whose semaphore is acquired ahead
+SEMAPHORE_STAGES = gl.constexpr(4)  # number of semaphores that are acquired in advance
 
 
 class Descriptors(NamedTuple):
-    """Descriptors of the inputs; ``stats`` are ``row_stats`` of ``hopper_prepare.py``."""
+    """Descriptors of the inputs; ``stats`` are the ``row_stats`` of ``hopper_prepare.py``."""
 
     q: Any
     k: Any
@@ -90,7 +90,7 @@ class Descriptors(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Rings of the inputs; ``stats`` arrive at the barriers of ``q``."""
+    """Ring buffers of the inputs; ``stats`` arrive at the barriers of ``q``."""
 
     q: Any
     stats: Any
@@ -101,12 +101,12 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _load(inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C: gl.constexpr):
-    """Producer warp: take tiles from the list, and load their rows."""
+    """Producer warp: iterate over the list of tiles of keys and load rows."""
     if C.OVERLAP:
         wait_for_last_kernel()
     num_work = gl.load(tiles_ptr).to(gl.int32) * C.HK
-    # Programs take tiles from a counter once they run, so that none waits for a semaphore of a
-    # program that has not started. Results do not depend on which program takes a tile.
+    # Running programs draw tiles from a counter, so that no program waits for a semaphore of one
+    # that has not started. Results do not depend on which program computes a tile.
     work = gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
     n = work * 0
     step = work * 0
@@ -162,7 +162,7 @@ def _load(inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
 
 @gluon.jit
 def _multiply_ds(ds_ring, n, k, zeros):
-    """Issue the product of the ``n``-th tile of ds and keys ``k``."""
+    """Issue the product of the ``n``-th tile of ds and the keys ``k``."""
     ds = ds_ring.tiles.index(n % DS_STAGES).permute((1, 0))
     return warpgroup_mma(ds, k, zeros, use_acc=False, is_async=True)
 
@@ -182,7 +182,7 @@ def _add_queries(
     tile,
     head,
     high,
-    own,
+    in_sample,
     zero_ptr,
     diagonal,
     window,
@@ -191,53 +191,54 @@ def _add_queries(
     C: gl.constexpr,
     WG: gl.constexpr,
 ):
-    """Add the terms of tiles ``first`` to ``end`` of queries to dk and dv of a warpgroup's keys.
+    """Add the terms of tiles ``first`` to ``end - 1`` of queries to dk and dv of a warpgroup.
 
-    Tiles from ``seeing_all`` to ``whole_end`` see all of these keys and are not masked. They have
-    no separate loop: ptxas 12.8 miscompiles the addresses of products in two loops.
+    Tiles from ``unmasked_begin`` to ``unmasked_end - 1`` see all keys of the warpgroup and are not
+    masked. They have no separate loop: ptxas 12.8 miscompiles the addresses of products in two
+    loops.
     """
-    first, seeing_all, whole_end, end = bounds
+    first, unmasked_begin, unmasked_end, end = bounds
     BLOCK_M: gl.constexpr = C.BLOCK_M
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = k.dtype
     zeros = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)
-    if not C.OWN_WG:
+    if not C.DQ_WARPGROUP:
         k_slice = k_tile.slice(WG * BLOCK_M, BLOCK_M, dim=1)
     for m in range(first, end):
         q = read(rings.q, n)
-        if not C.OWN_WG:  # dq of the previous tile, whose ds of both warpgroups are complete
+        if not C.DQ_WARPGROUP:  # dq of the previous tile of queries, whose ds is complete
             if m > first:
                 wait_full(ds_ring, n - 1)
             dq = _multiply_ds(ds_ring, n + (DS_STAGES - 1), k_slice, zeros)
         products = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if not C.OWN_WG:
+        if not C.DQ_WARPGROUP:
             dq = warpgroup_mma_wait(1, deps=(dq,))
             if m > first:
                 release(ds_ring, n - 1)
                 add_slice(accum, dq, m - 1, n - 1, tile, head, scale, C, WG)
-        if C.OWN_WG:
+        if C.DQ_WARPGROUP:
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
         stat = rings.stats.index(n % rings.stats.shape[0])
         lse = stat.slice(0, BLOCK_M, dim=1).load(layout)
         if C.BY_DISTANCE:  # rows beyond the sample keep an infinite log-sum-exp
-            score = scores_by_distance(zero_ptr, diagonal - m * BLOCK_M, zeros)
+            score = load_distance_bias(zero_ptr, diagonal - m * BLOCK_M, zeros)
             lse = gl.where(lse < float("inf"), lse - score, lse)
-        products = warpgroup_mma_wait(1 if C.OWN_WG else 0, deps=(products,))
+        products = warpgroup_mma_wait(1 if C.DQ_WARPGROUP else 0, deps=(products,))
         p = gl.exp2(products * factor - lse)  # [keys, queries]
-        is_cut = m < seeing_all
+        is_masked = m < unmasked_begin
         if window is not None:
-            is_cut = is_cut | (m >= whole_end)
-        if is_cut:
-            visible = own
+            is_masked = is_masked | (m >= unmasked_end)
+        if is_masked:
+            visible = in_sample
             if C.CAUSAL:
                 i = m * BLOCK_M + gl.arange(0, BLOCK_M, by_query)
                 visible = visible & (i[None, :] >= high)
                 if window is not None:
                     visible = visible & (i[None, :] - high < window)
             p = gl.where(visible, p, 0.0)
-        if not C.OWN_WG:
+        if not C.DQ_WARPGROUP:
             p = p.to(dtype)  # fp32 would need too many registers
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -257,7 +258,7 @@ def _add_queries(
         acc_k, ds_operand = warpgroup_mma_wait(0, deps=(acc_k, ds_operand))
         release(rings.q, n)
         n += 1
-    if (not C.OWN_WG) and first < end:
+    if (not C.DQ_WARPGROUP) and first < end:
         wait_full(ds_ring, n - 1)
         dq = _multiply_ds(ds_ring, n - 1, k_slice, zeros)
         dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -268,7 +269,7 @@ def _add_queries(
 
 @gluon.jit
 def _store(outs, desc, value, end, remaining, head, WG: gl.constexpr):
-    """Store the rows of a warpgroup."""
+    """Store the rows ``value`` of a warpgroup."""
     tma.store_wait(0)
     out = outs.index(WG)
     out.reshape(value.shape).store(value.to(outs.dtype))
@@ -278,9 +279,9 @@ def _store(outs, desc, value, end, remaining, head, WG: gl.constexpr):
 
 @gluon.jit
 def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
-    """Consumer warpgroup: dk and dv of its half of each tile of keys."""
+    """Consumer warpgroup: compute dk and dv of its half of each tile of keys."""
     grad_k_desc, grad_v_desc, rings, ds_ring, accum, outs, queue = operands
-    by_distance_ptr, reach, window, factor, scale = scalars
+    by_distance_ptr, max_distance, window, factor, scale = scalars
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     by_width: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     skipped: gl.constexpr = WG * WG_ROWS
@@ -291,18 +292,18 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
     while tile.kv_head >= 0:
         row, count, num_rows = tile.row, tile.remaining, tile.num_rows
         first, end = query_tiles(tile, window, C)
-        own, high = r < count, r + (num_rows - count)
-        seeing_all = first
+        in_sample, high = r < count, r + (num_rows - count)
+        unmasked_begin = first
         if C.CAUSAL:
             last_key = num_rows - count + (skipped + WG_ROWS - 1)
-            seeing_all = gl.maximum(gl.cdiv(gl.maximum(last_key, 0), C.BLOCK_M), first)
+            unmasked_begin = gl.maximum(gl.cdiv(gl.maximum(last_key, 0), C.BLOCK_M), first)
         if count < skipped + WG_ROWS:
-            seeing_all = end
-        seeing_all = gl.minimum(seeing_all, end)
-        whole_end = end
+            unmasked_begin = end
+        unmasked_begin = gl.minimum(unmasked_begin, end)
+        unmasked_end = end
         if window is not None:
             first_key = num_rows - count + skipped
-            whole_end = (first_key + gl.minimum(count - skipped, window)) // C.BLOCK_M
+            unmasked_end = (first_key + gl.minimum(count - skipped, window)) // C.BLOCK_M
         acc_k = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_width)
         acc_v = gl.zeros([WG_ROWS, C.BLOCK_D], gl.float32, by_width)
         wait_full(rings.k, step)
@@ -311,10 +312,10 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
         k, v = k_tile.slice(skipped, WG_ROWS), rows(rings.v, step).slice(skipped, WG_ROWS)
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
-            zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
+            zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * max_distance) + max_distance)
             acc_k, acc_v, n = _add_queries(
                 acc_k, acc_v, k, v, k_tile, rings, ds_ring, accum, n,
-                (first, seeing_all, whole_end, end), tile, head, high, own, zero_ptr,
+                (first, unmasked_begin, unmasked_end, end), tile, head, high, in_sample, zero_ptr,
                 num_rows - count + skipped, window, factor, scale, C, WG,
             )  # fmt: skip
         release(rings.k, step)
@@ -329,7 +330,7 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
 
 @gluon.jit
 def _grad_of_queries(accum, keys, ds_ring, queue, window, scale, C: gl.constexpr):
-    """Consumer warpgroup: the terms of dq of each tile of keys."""
+    """Consumer warpgroup: compute the terms of dq of each tile of keys."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     zeros = gl.zeros([C.BLOCK_M, C.BLOCK_D], gl.float32, layout)
     step = gl.to_tensor(0)
@@ -353,7 +354,7 @@ def _grad_of_queries(accum, keys, ds_ring, queue, window, scale, C: gl.constexpr
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["reach", "window"])
+@gluon.jit(do_not_specialize=["max_distance", "window"])
 def backward_kernel(
     accum_ptr,  # [tiles of queries that see several tiles of keys, H, BLOCK_M · BLOCK_D] fp32
     semaphores_ptr,  # [tiles of queries, H] int32, zeros
@@ -365,23 +366,23 @@ def backward_kernel(
     grad_q_desc,  # of [ΣLq, H, D]
     grad_k_desc,  # of [ΣLk, Hk, D]
     grad_v_desc,  # of [ΣLk, Hk, Dv]
-    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py; not read unless BY_DISTANCE
+    by_distance_ptr,  # [H, 2 · max_distance] fp32, see distance_bias.py; read if BY_DISTANCE
     kv_offsets_ptr,  # [B + 1]
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
-    reach,
+    max_distance,
     window,  # or None
     factor,  # scale · log2(e), rounded once
     scale,
     C: gl.constexpr,  # HopperConstants
 ):
-    """Gradients of the tiles of keys in the list, over all queries of their samples."""
+    """Compute the gradients of the tiles of keys in the list, over all queries of their samples."""
     SLICES: gl.constexpr = C.BLOCK_D // 64
     queries = make_ring(q_desc, C.STAGES)
     grads = make_ring(grad_out_desc, C.STAGES)
-    keys = make_ring(k_desc, C.KV_STAGES, 3 if C.OWN_WG else 2)
+    keys = make_ring(k_desc, C.KV_STAGES, 3 if C.DQ_WARPGROUP else 2)
     values = make_ring(v_desc, C.KV_STAGES)
     stats = gl.allocate_shared_memory(gl.float32, [C.STAGES, 1, 2 * C.BLOCK_M], stats_desc.layout)
-    queue_full, queue_empty = make_barriers(TILES, 1, 6 if C.OWN_WG else 5)
+    queue_full, queue_empty = make_barriers(TILES, 1, 6 if C.DQ_WARPGROUP else 5)
     fields = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ds_full, ds_empty = make_barriers(DS_STAGES, 2, SLICES)
@@ -397,13 +398,13 @@ def backward_kernel(
     queue = KeyTileQueue(queue_full, queue_empty, fields)
     ds_ring = Ring(ds_full, ds_empty, ds)
     accum = DqAccumulator(accum_ptr, acquired, added, grad_tile, grad_q_desc, window)
-    of_keys = (grad_k_desc, grad_v_desc, rings, ds_ring, accum, outs, queue)
-    scalars = (by_distance_ptr, reach, window, factor, scale)
-    if C.OWN_WG:
+    key_operands = (grad_k_desc, grad_v_desc, rings, ds_ring, accum, outs, queue)
+    scalars = (by_distance_ptr, max_distance, window, factor, scale)
+    if C.DQ_WARPGROUP:
         gl.warp_specialize(
             [
-                (_grad_of_keys, (of_keys, scalars, C, 0)),
-                (_grad_of_keys, (of_keys, scalars, C, 1)),
+                (_grad_of_keys, (key_operands, scalars, C, 0)),
+                (_grad_of_keys, (key_operands, scalars, C, 1)),
                 (_grad_of_queries, (accum, keys, ds_ring, queue, window, scale, C)),
                 (_load, (inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C)),
                 (wait_semaphores, (semaphores_ptr, acquired, queue, window, C)),
@@ -416,8 +417,8 @@ def backward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_grad_of_keys, (of_keys, scalars, C, 0)),
-                (_grad_of_keys, (of_keys, scalars, C, 1)),
+                (_grad_of_keys, (key_operands, scalars, C, 0)),
+                (_grad_of_keys, (key_operands, scalars, C, 1)),
                 (_load, (inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C)),
                 (wait_semaphores, (semaphores_ptr, acquired, queue, window, C)),
                 (release_semaphores, (semaphores_ptr, added, queue, window, C, 0)),
@@ -443,15 +444,15 @@ def backward(
     scale: float,
     constants: Constants,
 ) -> None:
-    """Write the gradients of the samples in the list of tiles of keys.
+    """Compute the gradients of the samples in the list of tiles of keys.
 
-    ``prepared`` is from :func:`hopper_prepare.prepare`.
+    ``prepared`` is the result of :func:`hopper_prepare.prepare`.
     """
     (q, k, v), (row_stats, semaphores), tiles = inputs, prepared, samples.tiles
     H, HK, width = constants.H, constants.HK, constants.BLOCK_D
     # Samples with one tile of keys need no accumulator.
-    most_accum = q.shape[0] // BLOCK_M + min(samples.kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
-    accum = q.new_empty(most_accum * H, BLOCK_M * width, dtype=torch.float32)
+    max_tiles = q.shape[0] // BLOCK_M + min(samples.kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
+    accum = q.new_empty(max_tiles * H, BLOCK_M * width, dtype=torch.float32)
     descriptors = (
         jagged_rows(q, BLOCK_M, width),
         jagged_rows(k, BLOCK_N, width),
@@ -462,22 +463,22 @@ def backward(
         jagged_rows(grads.k, WG_ROWS.value, width),
         jagged_rows(grads.v, WG_ROWS.value, width),
     )
-    reach = 0 if by_distance is None else by_distance.shape[1] // 2
-    list_or_other = accum if by_distance is None else by_distance
+    max_distance = 0 if by_distance is None else by_distance.shape[1] // 2
+    bias_or_placeholder = accum if by_distance is None else by_distance
     num_work = (tiles.shape[0] - 1) * HK
     is_narrow = width == 64
     _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (
-            accum, semaphores, *descriptors, list_or_other, samples.kv_offsets, tiles, reach,
-            window, factor, scale,
+            accum, semaphores, *descriptors, bias_or_placeholder, samples.kv_offsets, tiles,
+            max_distance, window, factor, scale,
         ),
-        constants.on_hopper(
+        constants.hopper_launch_arguments(
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             KV_STAGES=2 if is_narrow else 1,
             STAGES=4 if is_narrow else 2,
-            OWN_WG=is_narrow,
+            DQ_WARPGROUP=is_narrow,
             num_warps=4,
             **overlap_options(devices.launches_overlap(q.device)),
         ),

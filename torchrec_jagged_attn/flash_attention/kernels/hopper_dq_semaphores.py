@@ -1,9 +1,9 @@
-"""Deterministic accumulation of dq in the backward pass on Hopper, as in FlashAttention.
+"""Deterministic accumulation of dq in backward on Hopper, as in FlashAttention.
 
-The tiles of keys that a tile of queries sees add their terms of dq in fp32, in global memory, in
-the order of the keys. A semaphore per tile of queries and head counts the tiles that have added.
-One warp waits for it, so that no other warp waits for memory, and RELEASE_WARPS warps increment it.
-The last tile of keys writes dq.
+The tiles of keys add their terms to the dq of a tile of queries in global memory, in fp32, in the
+order of the keys. A semaphore per tile of queries and head counts the tiles of keys that have been
+added. One warp waits for it, so that other warps do not wait for memory, and RELEASE_WARPS warps
+increment it. The last tile of keys writes dq.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ RELEASE_WARPS = gl.constexpr(2)
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys of one head, and the queries of its sample; all are int32."""
+    """A tile of keys of one head, and the queries of its sample; all fields are int32."""
 
-    row: Any  # its first row
-    remaining: Any  # number of rows of its sample from there on
+    row: Any  # first row of the tile
+    remaining: Any  # number of keys of the sample from ``row`` on
     base: Any  # first query of the sample
     num_rows: Any  # number of queries of the sample
-    kv_head: Any  # the head; negative at the end of the queue
+    kv_head: Any  # negative at the end of the queue
     number: Any  # index of the tile within its sample
-    q_tile: Any  # index of the sample's first tile of queries among the semaphores
-    accum_tile: Any  # its index in the accumulator
+    q_tile: Any  # index of the semaphores of the sample's first tile of queries
+    accum_tile: Any  # index of the sample's first tile of queries in the accumulator
 
 
 class KeyTileQueue(NamedTuple):
-    """The tiles of keys of a program: ``fields`` of KeyTiles in shared memory, and barriers."""
+    """Queue of the tiles of keys of a program: ``fields`` in shared memory, and barriers."""
 
     full: Any
     empty: Any
@@ -52,19 +52,19 @@ class KeyTileQueue(NamedTuple):
 
 
 class DqAccumulator(NamedTuple):
-    """The accumulator of dq, and barriers between the warps that add and those of semaphores."""
+    """Accumulator of dq, and barriers between consumer warpgroups and semaphore warps."""
 
     accum_ptr: Any  # [tiles, H, slices, ...] fp32, in slices of columns
     acquired: Any  # barriers, complete once the semaphore of a tile of queries is acquired
     added: Any  # barriers, complete once this tile of keys has been added
-    tiles: Any  # [slices, *box] in shared memory, from which dq is copied
-    desc: Any  # of dq
-    window: Any  # how many keys each query sees at most, or ``None``
+    tiles: Any  # [slices, *block_shape] in shared memory, from which dq is copied
+    desc: Any  # descriptor of dq
+    window: Any  # maximum number of keys that a query attends to, or ``None``
 
 
 @gluon.jit
 def next_tile(queue, step):
-    """This step's KeyTile, once it has been queued."""
+    """Wait for the :class:`KeyTile` of ``step`` in the queue, and return it."""
     wait_full(queue, step)
     fields = queue.fields
     row, count = load_field(fields, step, 0, TILES), load_field(fields, step, 1, TILES)
@@ -77,20 +77,20 @@ def next_tile(queue, step):
 
 @gluon.jit
 def query_tiles(tile, window, C: gl.constexpr):
-    """``(first, end)`` of the tiles of queries that see a tile of keys."""
+    """Return ``(first, end)`` of the tiles of queries that see any key of ``tile``."""
     first, end = tile.num_rows * 0, tile.num_rows
     if C.CAUSAL:
         first = gl.maximum(tile.num_rows - tile.remaining, 0) // C.BLOCK_M
     if window is not None:
         LAST: gl.constexpr = C.BLOCK_N - 1
-        own_query = tile.num_rows - tile.remaining + LAST  # on the diagonal of the tile's last key
-        end = gl.maximum(own_query + gl.minimum(tile.remaining - LAST, window), 0)
+        diagonal_query = tile.num_rows - tile.remaining + LAST  # of the last key
+        end = gl.maximum(diagonal_query + gl.minimum(tile.remaining - LAST, window), 0)
     return first, gl.cdiv(end, C.BLOCK_M)
 
 
 @gluon.jit
 def _num_before(m, tile, window, C: gl.constexpr):
-    """How many tiles of keys the ``m``-th tile of queries sees before this one."""
+    """Return the number of tiles of keys before ``tile`` that the ``m``-th tile of queries sees."""
     number = tile.number
     if window is not None:
         surplus = tile.number * C.BLOCK_N + tile.remaining - tile.num_rows  # keys minus queries
@@ -100,7 +100,7 @@ def _num_before(m, tile, window, C: gl.constexpr):
 
 @gluon.jit
 def _is_last(m, tile, C: gl.constexpr):
-    """Whether no later tile of keys is seen by the ``m``-th tile of queries."""
+    """Return whether ``tile`` is the last tile of keys that the ``m``-th tile of queries sees."""
     if C.CAUSAL:
         highest = gl.minimum(m * C.BLOCK_M + (C.BLOCK_M - 1), tile.num_rows - 1)
         return highest < tile.num_rows - tile.remaining + C.BLOCK_N
@@ -110,9 +110,10 @@ def _is_last(m, tile, C: gl.constexpr):
 
 @gluon.jit
 def add_slice(accum, acc, m, n, tile, head, scale, C: gl.constexpr, SLICE: gl.constexpr):
-    """Add a tile's term to a slice of the ``m``-th tile of dq, once its semaphore is acquired.
+    """Add ``acc``, the term of ``tile``, to a slice of the ``m``-th tile of dq.
 
-    The first tile of keys stores, the last one adds and writes dq.
+    Waits until the semaphore is acquired. The first tile of keys stores its term; the last one
+    writes dq.
     """
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
@@ -120,11 +121,11 @@ def add_slice(accum, acc, m, n, tile, head, scale, C: gl.constexpr, SLICE: gl.co
     index = (tile.accum_tile + m) * C.H + head
     last = _is_last(m, tile, C)
     num_before = _num_before(m, tile, accum.window, C)
-    # In the order of the registers of a warp, so that accesses are coalesced.
+    # In the order of the registers of a warp, so that accesses are coalesced
     flat = acc.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((0, 3, 2, 4, 1, 5))
     flat = flat.reshape([ROWS * WIDTH])
-    at = gl.arange(0, ROWS * WIDTH, flat.type.layout)
-    ptrs = accum.accum_ptr + (index.to(gl.int64) * SLICES + SLICE) * (ROWS * WIDTH) + at
+    element = gl.arange(0, ROWS * WIDTH, flat.type.layout)
+    ptrs = accum.accum_ptr + (index.to(gl.int64) * SLICES + SLICE) * (ROWS * WIDTH) + element
     if last:
         tma.store_wait(0)
     wait_full(accum.acquired, n)
@@ -149,7 +150,7 @@ def add_slice(accum, acc, m, n, tile, head, scale, C: gl.constexpr, SLICE: gl.co
 
 @gluon.jit
 def wait_semaphores(semaphores_ptr, acquired, queue, window, C: gl.constexpr):
-    """One warp: wait for the semaphore of each tile of queries until this tile of keys is next."""
+    """One warp: acquire the semaphore of each tile of queries once this tile of keys is next."""
     step = gl.to_tensor(0)
     n = gl.to_tensor(0)
     tile = next_tile(queue, step)
@@ -160,10 +161,10 @@ def wait_semaphores(semaphores_ptr, acquired, queue, window, C: gl.constexpr):
             for m in range(first, end):
                 wait_empty(acquired, n)
                 num_before = _num_before(m, tile, window, C)
-                seen = tile.number * 0
-                while seen < num_before:
+                num_added = tile.number * 0
+                while num_added < num_before:
                     semaphore_ptr = semaphores_ptr + ((tile.q_tile + m) * C.H + head)
-                    seen = gl.atomic_add(semaphore_ptr, 0, sem="acquire", scope="gpu")
+                    num_added = gl.atomic_add(semaphore_ptr, 0, sem="acquire", scope="gpu")
                 commit(acquired, n)
                 n += 1
         step += 1

@@ -1,17 +1,15 @@
-"""Forward of jagged flash attention on Hopper, of half precision, in Gluon.
+"""Forward of jagged flash attention on Hopper, in half precision, in Gluon.
 
-It computes what ``general_forward.py`` does, with as many FLOPs; the only bias is that by distance
-(``distance_bias.py``). It is bound by the tensor cores.
+The function and the number of FLOPs are as in ``general_forward.py``; the only supported bias is
+``relative_bias`` (``distance_bias.py``). The kernel is bound by the tensor cores.
 
-As in FlashAttention-3, the kernel is persistent and warp-specialized: a program takes one tile of
-queries after the other, a producer warp loads rows, and two consumer warpgroups attend for half of
-the queries each. A warpgroup computes the scores of a tile of keys while it multiplies the weights
-of the previous one with its values.
+As in FlashAttention-3, the kernel is persistent and warp-specialized: a program processes several
+tiles of queries, a producer warp loads rows, and two consumer warpgroups compute attention for half
+of the queries each. A warpgroup computes the scores of a tile of keys while it multiplies the
+weights of the previous tile by its values. Tiles of keys that no query sees are not loaded.
 
-Tiles of keys that no query of a tile sees are not loaded.
-
-The tensor memory accelerator copies boxes that end with their sample: rows beyond it are not read
-and arrive as zeros, and are not written.
+The tensor memory accelerator clips its copies at the end of the sample: rows beyond are read as
+zeros, and not written.
 """
 
 from __future__ import annotations
@@ -60,13 +58,13 @@ BLOCK_N = 128  # keys of a tile
 STAGES = 2  # tiles of queries, of keys and of values in shared memory
 
 online_softmax = gluon.jit(tiles.online_softmax.fn)
-seen_pairs = gluon.jit(tiles.seen_pairs.fn)
+visible_pairs = gluon.jit(tiles.visible_pairs.fn)
 store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
 window_begin = gluon.jit(tiles.window_begin.fn)
 
 
 class Rings(NamedTuple):
-    """Rings of the inputs, and ``fields`` of each tile of ``q``, see ``next_tile``."""
+    """Ring buffers of the inputs, and ``fields`` of the tiles of ``q``, see ``next_tile``."""
 
     q: Any
     k: Any
@@ -75,27 +73,27 @@ class Rings(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are computed from products."""
+    """Parameters of scores and masks."""
 
-    factor: Any
-    zero_ptr: Any  # to the score of distance 0 in the head's list, see ``distance_bias.py``
-    diagonal: Any  # the key on the diagonal of the warpgroup's first query, see ``QueryTile``
-    high: Any  # end of the keys that each query sees, a scalar or [WG_ROWS, 1]
-    window: Any  # how many keys each query sees at most, or ``None``
+    factor: Any  # scale · log2(e)
+    zero_ptr: Any  # pointer to the bias at distance 0 of the head, see ``distance_bias.py``
+    diagonal: Any  # key on the diagonal of the warpgroup's first query, see ``QueryTile``
+    high: Any  # end of the keys visible to each query, a scalar or [WG_ROWS, 1]
+    window: Any  # maximum number of keys that a query attends to, or ``None``
 
 
 @gluon.jit
 def _last_keys(count, num_keys, C: gl.constexpr):
-    """Begin of the last tile of keys that any query of a tile sees; the first tile at least."""
-    seen_by_any = num_keys
+    """Return the begin of the last tile of keys that any query sees, at least 0."""
+    any_end = num_keys
     if C.CAUSAL:
-        seen_by_any = gl.minimum(num_keys, num_keys - count + C.BLOCK_M)
-    return gl.maximum(gl.cdiv(seen_by_any, C.BLOCK_N) - 1, 0) * C.BLOCK_N
+        any_end = gl.minimum(num_keys, num_keys - count + C.BLOCK_M)
+    return gl.maximum(gl.cdiv(any_end, C.BLOCK_N) - 1, 0) * C.BLOCK_N
 
 
 @gluon.jit
 def _first_keys(count, num_keys, window, C: gl.constexpr):
-    """Begin of the first tile of keys that any query of a tile sees."""
+    """Return the begin of the first tile of keys that any query sees."""
     first = num_keys * 0
     if window is not None:
         first = window_begin(num_keys - count + 1, window) // C.BLOCK_N * C.BLOCK_N
@@ -104,7 +102,7 @@ def _first_keys(count, num_keys, window, C: gl.constexpr):
 
 @gluon.jit
 def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
-    """Producer warp: take tiles from the list, and load their rows."""
+    """Producer warp: iterate over the list of tiles and load their rows."""
     if C.OVERLAP:
         wait_for_last_kernel()
     num_work = gl.load(tiles_ptr).to(gl.int32) * C.H
@@ -118,7 +116,7 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
         count = gl.load(tile_ptr + 2).to(gl.int32)
         base = gl.load(tile_ptr + 3).to(gl.int32)
         num_keys = gl.load(tile_ptr + 4).to(gl.int32)
-        # Results do not depend on which program takes a tile.
+        # Results do not depend on which program computes a tile.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
         wait_empty(rings.q, step)
         store_fields(rings.fields, step, (row, count, num_keys, head), C.STAGES)
@@ -140,8 +138,8 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
 
 
 @gluon.jit
-def scores_by_distance(zero_ptr, first, scores):
-    """As :func:`distance_bias.scores_by_distance`, shaped as ``scores``."""
+def load_distance_bias(zero_ptr, first, scores):
+    """As :func:`distance_bias.load_distance_bias`, in the shape and layout of ``scores``."""
     layout: gl.constexpr = scores.type.layout
     i = gl.arange(0, scores.shape[0], gl.SliceLayout(1, layout))[:, None]
     j = gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))[None, :]
@@ -152,15 +150,15 @@ def scores_by_distance(zero_ptr, first, scores):
 def _softmax(
     products, scores, start, maximum, total, BY_DISTANCE: gl.constexpr, MASKED: gl.constexpr
 ):
-    """One step of the online softmax, for the keys from ``start`` on."""
+    """Update the online softmax with the tile of keys from ``start`` on."""
     visible = True
     bias = 0.0
     if BY_DISTANCE:
-        bias = scores_by_distance(scores.zero_ptr, scores.diagonal - start, products)
+        bias = load_distance_bias(scores.zero_ptr, scores.diagonal - start, products)
     if MASKED:
         BLOCK_N: gl.constexpr = products.shape[1]
         index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, products.type.layout))
-        visible = seen_pairs(scores.window, scores, (start + index)[None, :])
+        visible = visible_pairs(scores.window, scores, (start + index)[None, :])
     return online_softmax(
         products, scores.factor, bias, visible, maximum, total, BY_DISTANCE, MASKED
     )
@@ -170,10 +168,11 @@ def _softmax(
 def _attend_to(
     acc, p, maximum, total, q, rings, n, first, last, scores, C: gl.constexpr, MASKED: gl.constexpr
 ):
-    """Attend to the tiles of keys before ``last``, backwards down to ``first``.
+    """Attend to the tiles of keys from ``first`` to before ``last``, in reverse order.
 
-    All rows see all of these keys unless ``MASKED``. ``p`` are the weights of tile ``n``, whose
-    values have not been added yet; the weights that are returned are those of the tile ``first``.
+    ``MASKED`` is false if all queries see all of these keys. The values of a tile are added one
+    iteration later: ``p`` are the weights of tile ``n`` of the rings, and the returned weights are
+    the weights of the tile ``first``.
     """
     for start in range(last - C.BLOCK_N, first - 1, -C.BLOCK_N):
         products = multiply_keys(q, rings.k, n + 1)
@@ -194,7 +193,7 @@ def _attend_to(
 
 @gluon.jit
 def _skip_tiles(rings, n, num_tiles):
-    """Release tiles of keys and values that only the other warpgroup needs."""
+    """Release tiles of keys and values that only the other warpgroup uses."""
     for tile in range(num_tiles):
         wait_full(rings.k, n + tile)
         release(rings.k, n + tile)
@@ -211,13 +210,13 @@ def _attend(
     rings,
     outs,
     num_stats,
-    reach,
+    max_distance,
     window,
     factor,
     C: gl.constexpr,
     WG: gl.constexpr,
 ):
-    """Consumer warpgroup: attend for its half of each tile's queries."""
+    """Consumer warpgroup: compute attention for its half of each tile of queries."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     by_keys: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     by_values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
@@ -235,17 +234,17 @@ def _attend(
             n = _skip_tiles(rings, n, (last - first) // BLOCK_N + 1)
         else:
             high = num_keys
-            seen_by_all = num_keys
+            all_end = num_keys
             if C.CAUSAL:
                 high = gl.minimum(num_keys, r + (num_keys - count + 1))[:, None]
-                seen_by_all = gl.minimum(num_keys, num_keys - count + 1 + skipped)
-            full = gl.minimum(gl.maximum(seen_by_all, 0) // BLOCK_N * BLOCK_N, last)
-            whole = first
+                all_end = gl.minimum(num_keys, num_keys - count + 1 + skipped)
+            unmasked_end = gl.minimum(gl.maximum(all_end, 0) // BLOCK_N * BLOCK_N, last)
+            unmasked_begin = first
             if window is not None:
                 end = gl.minimum(num_keys, num_keys - count + skipped + WG_ROWS)
-                whole = gl.cdiv(window_begin(end, window), BLOCK_N) * BLOCK_N
-                whole = gl.minimum(whole, full)
-            zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * reach) + reach)
+                unmasked_begin = gl.cdiv(window_begin(end, window), BLOCK_N) * BLOCK_N
+                unmasked_begin = gl.minimum(unmasked_begin, unmasked_end)
+            zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * max_distance) + max_distance)
             scores = Scores(factor, zero_ptr, num_keys - count + skipped, high, window)
             q = rows(rings.q, step).slice(skipped, WG_ROWS)
             maximum = gl.full([WG_ROWS], -float("inf"), gl.float32, by_query)
@@ -259,15 +258,17 @@ def _attend(
             p = as_operand(weights, outs.dtype)
             if C.CAUSAL:
                 acc, p, maximum, total, n = _attend_to(
-                    acc, p, maximum, total, q, rings, n, full, last, scores, C, MASKED=True
+                    acc, p, maximum, total, q, rings, n, unmasked_end, last, scores, C, MASKED=True
                 )
             acc, p, maximum, total, n = _attend_to(
-                acc, p, maximum, total, q, rings, n, whole, full, scores, C, MASKED=False
-            )
+                acc, p, maximum, total, q, rings, n, unmasked_begin, unmasked_end, scores, C,
+                MASKED=False,
+            )  # fmt: skip
             if window is not None:
                 acc, p, maximum, total, n = _attend_to(
-                    acc, p, maximum, total, q, rings, n, first, whole, scores, C, MASKED=True
-                )
+                    acc, p, maximum, total, q, rings, n, first, unmasked_begin, scores, C,
+                    MASKED=True,
+                )  # fmt: skip
             release(rings.q, step)
             acc = warpgroup_mma(p, read(rings.v, n), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -288,22 +289,22 @@ def _attend(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_stats", "reach", "window"])
+@gluon.jit(do_not_specialize=["num_stats", "max_distance", "window"])
 def forward_kernel(
     stats_ptr,  # [2, ΣLq, H] fp32
     q_desc,  # of [ΣLq, H, D], see jagged_rows
     k_desc,  # of [ΣLk, Hk, D]
     v_desc,  # of [ΣLk, Hk, Dv]
     out_desc,  # of [ΣLq, H, Dv]
-    by_distance_ptr,  # [H, 2 · reach] fp32, see distance_bias.py; not read unless BY_DISTANCE
+    by_distance_ptr,  # [H, 2 · max_distance] fp32, see distance_bias.py; read if BY_DISTANCE
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     num_stats,
-    reach,
+    max_distance,
     window,  # or None
     factor,  # scale · log2(e), rounded once
     C: gl.constexpr,  # HopperConstants
 ):
-    """Attend for the tiles of queries in the list, over all keys of their samples."""
+    """Compute the tiles of queries in the list, over all keys of their samples."""
     queries = make_ring(q_desc, C.STAGES)
     keys = make_ring(k_desc, C.STAGES)
     values = make_ring(v_desc, C.STAGES)
@@ -316,12 +317,12 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, window, factor,
-                C, 0,
+                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, max_distance, window,
+                factor, C, 0,
             )),
             (_attend, (
-                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, reach, window, factor,
-                C, 1,
+                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, max_distance, window,
+                factor, C, 1,
             )),
             (_load, (q_desc, k_desc, v_desc, rings, tiles_ptr, window, C)),
         ],
@@ -342,10 +343,10 @@ def forward(
     factor: float,
     constants: Constants,
 ) -> None:
-    """Write the rows of ``outputs`` that are in the list of ``tiles``."""
+    """Compute the rows of ``outputs`` in the list of ``tiles`` of queries."""
     (q, k, v), (out, stats) = inputs, outputs
-    reach = 0 if by_distance is None else by_distance.shape[1] // 2
-    list_or_other = stats if by_distance is None else by_distance
+    max_distance = 0 if by_distance is None else by_distance.shape[1] // 2
+    bias_or_placeholder = stats if by_distance is None else by_distance
     width = constants.BLOCK_D
     descriptors = (
         jagged_rows(q, BLOCK_M, width),
@@ -356,12 +357,15 @@ def forward(
     num_work = (tiles.shape[0] - 1) * constants.H
     _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
-        (stats, *descriptors, list_or_other, tiles, stats[0].numel(), reach, window, factor),
-        constants.on_hopper(
+        (
+            stats, *descriptors, bias_or_placeholder, tiles, stats[0].numel(), max_distance, window,
+            factor,
+        ),
+        constants.hopper_launch_arguments(
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
             STAGES=STAGES,
             num_warps=4,
             **overlap_options(devices.launches_overlap(q.device)),
         ),
-    )
+    )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Preprocessing of the backward of jagged flash attention on Hopper.
+"""Preprocessing for backward of jagged flash attention on Hopper.
 
-For each tile of BLOCK_M queries and head: the log-sum-exp of its rows and Σ_d grad_out · out, side
-by side, so that one copy loads both; and a semaphore of zero (``hopper_dq_semaphores.py``). The
-kernel reads out and grad_out once, and writes eight bytes for each row and head.
+For each tile of BLOCK_M queries and each head, the kernel writes the log-sum-exps of the rows and
+Σ_d grad_out · out, next to each other, so that one copy loads both; and a semaphore of zero
+(``hopper_dq_semaphores.py``). It reads out and grad_out once, and writes eight bytes per row and
+head.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ PROGRAMS = 16  # per multiprocessor
 @triton.jit(do_not_specialize=["num_samples", "num_tiles"])
 def prepare_kernel(
     outputs,  # arguments.FlashOutputs
-    grads,  # Gradients; ``q`` is set to zero where no key is seen, ``delta`` is written unless None
+    grads,  # Gradients; ``delta`` is written unless None, ``q`` if no key is visible
     prepared,  # Prepared
     samples,  # Samples, whose tiles are of keys
     num_samples,
-    num_tiles,  # of queries, at most
+    num_tiles,  # upper bound of the number of tiles of queries
     C: tl.constexpr,  # Constants
 ):
-    """Write ``prepared`` for tiles of queries of one head, and ``grads.q`` of those without keys.
+    """Write ``prepared``, and zeros to ``grads.q`` of tiles of queries that see no key.
 
-    If IS_SELF, no sample with queries is without keys: nothing is done if no tile is listed.
+    If IS_SELF, all samples with queries have keys, and nothing is done if no tile is listed.
     """
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
@@ -67,10 +68,12 @@ def prepare_kernel(
             if grads.delta is not None:
                 tl.store(grads.delta + stat, delta, mask=i < count)
             tl.store(prepared.semaphores + work, 0)
-            seen = num_keys
+            num_visible = num_keys
             if C.CAUSAL:
-                seen = tl.minimum(seen, num_keys - count + tl.minimum(count, C.BLOCK_M))
-            if seen <= 0:
+                num_visible = tl.minimum(
+                    num_visible, num_keys - count + tl.minimum(count, C.BLOCK_M)
+                )
+            if num_visible <= 0:
                 zeros = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
                 store_rows(grads.q, zeros, row, count, head, C.H * C.D, C.D, C.BLOCK_M, C.BLOCK_D)
         work += tl.num_programs(0)
@@ -82,13 +85,11 @@ _prepare = Launcher(prepare_kernel)
 def prepare(
     outputs: FlashOutputs, grads: Gradients, samples: Samples, is_self: bool, plan: Plan
 ) -> Prepared:
-    """Statistics and semaphores for :func:`hopper_backward.backward`.
+    """Return statistics and semaphores for :func:`hopper_backward.backward`.
 
-    It also sets ``grads.q`` to zero where no key is seen and, with a bias by distance, writes
-    ``grads.delta``.
-
-    Short samples are skipped. If ``is_self``, samples have as many queries as keys. The kernel
-    waits for the previous one, which must be that of the list of tiles.
+    Also sets ``grads.q`` to zero for tiles of queries that see no key and, with ``relative_bias``,
+    writes ``grads.delta``. Short samples are skipped. ``is_self`` is true if all samples have as
+    many queries as keys. The kernel waits for the previous kernel, which must list the tiles.
     """
     num_queries, H, _ = grads.q.shape
     num_samples = samples.q_offsets.numel() - 1
@@ -103,8 +104,8 @@ def prepare(
             outputs, grads if plan.constants.R else grads._replace(delta=None), prepared, samples,
             num_samples, num_tiles,
         ),
-        plan.constants.of_launch(
-            SHORT=plan.most_short,
+        plan.constants.launch_arguments(
+            SHORT=plan.max_short_rows,
             IS_SELF=is_self,
             BLOCK_M=BLOCK_M,
             num_warps=4,

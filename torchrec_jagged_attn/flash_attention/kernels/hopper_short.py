@@ -1,15 +1,15 @@
-"""Jagged flash attention of short samples on Hopper, of half precision without biases, in Gluon.
+"""Jagged flash attention for short samples on Hopper, in half precision without biases, in Gluon.
 
-A program works on several items (sample, head), one after the other, and computes all pairs of rows
-of an item at once, as ``general_short.py`` does. The tensor memory accelerator loads the rows of
-the next item during the computation. The kernels are memory-bound: forward reads q, k, v and writes
-out; backward reads q, k, v, grad_out and writes three gradients, and recomputes the statistics of
-forward. There is a kernel for each size of samples:
+A program processes several items, pairs of a sample and a head. It computes all pairs of rows of an
+item in one tile, as in ``general_short.py``, while the tensor memory accelerator loads the rows of
+the next item. The kernels are memory-bound: forward reads q, k, v and writes out; backward reads
+q, k, v, grad_out and writes three gradients, and recomputes the softmax statistics. One launch
+computes samples of at most 32 rows, another samples of 33 to 64 rows:
 
-    up to 32 rows    one warp, ``mma`` products; half the tile up to 16 rows
-    33 to 64         four warps, ``wgmma`` products
+    at most 32 rows    one warp, ``mma`` products; half a tile for at most 16 rows
+    33 to 64 rows      four warps, ``wgmma`` products
 
-Rows are 64 wide in shared memory: twice that would leave a single warp too few registers.
+Rows have 64 columns in shared memory: with 128, a single warp would have too few registers.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from torchrec_jagged_attn.runtime.kernels.gluon import (
 from torchrec_jagged_attn.runtime.kernels.tma import as_rows, copy_in, copy_out, jagged_rows
 from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 
-MOST_ROWS = 64  # of a short sample, on both sides
-WIDTH = 64  # of rows in shared memory
+MAX_ROWS = 64  # maximum rows of a short sample, on both sides
+WIDTH = 64  # columns of rows in shared memory
 
 store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
 window_begin = gluon.jit(tiles.window_begin.fn)
@@ -58,52 +58,52 @@ window_begin = gluon.jit(tiles.window_begin.fn)
 class Item(NamedTuple):
     """A head of a sample."""
 
-    q_end: Any  # end of the sample's queries, of which there are ``num_rows``
-    num_rows: Any
-    kv_end: Any  # end of its keys, of which there are ``num_keys``
-    num_keys: Any
+    q_end: Any  # end of the sample's queries
+    num_rows: Any  # number of queries
+    kv_end: Any  # end of the sample's keys
+    num_keys: Any  # number of keys
     head: Any
-    taken: Any  # whether this kernel, rather than that of another size, computes it
+    active: Any  # whether this launch computes the item
 
 
 @gluon.jit
-def _locate(item, end, samples, C: gl.constexpr, OF_KEYS: gl.constexpr):
-    """The :class:`Item` of index ``item``, if before ``end``.
+def _locate(item, end, samples, C: gl.constexpr, BACKWARD: gl.constexpr):
+    """Return the :class:`Item` of index ``item``.
 
-    It is taken if its sample is of this kernel's size and not empty: if OF_KEYS, on either side,
-    else of queries.
+    It is active if ``item`` is below ``end``, the size of the sample is within the limits of this
+    launch, and the sample has queries or, if BACKWARD, queries or keys.
     """
-    at = gl.minimum(item, end - 1)
-    sample = at // C.H
-    head = at - sample * C.H
+    index = gl.minimum(item, end - 1)
+    sample = index // C.H
+    head = index - sample * C.H
     q_row = gl.load(samples.q_offsets + sample).to(gl.int32)
     q_end = gl.load(samples.q_offsets + (sample + 1)).to(gl.int32)
     kv_row = gl.load(samples.kv_offsets + sample).to(gl.int32)
     kv_end = gl.load(samples.kv_offsets + (sample + 1)).to(gl.int32)
     num_rows, num_keys = q_end - q_row, kv_end - kv_row
     longest = gl.maximum(num_rows, num_keys)
-    taken = (item < end) & (longest <= C.BLOCK_M)
+    active = (item < end) & (longest <= C.BLOCK_M)
     if not C.HALVES:
-        taken = taken & (longest > C.BLOCK_M // 2)
-    taken = taken & ((longest if OF_KEYS else num_rows) > 0)
-    return Item(q_end, num_rows, kv_end, num_keys, head, taken)
+        active = active & (longest > C.BLOCK_M // 2)
+    active = active & ((longest if BACKWARD else num_rows) > 0)
+    return Item(q_end, num_rows, kv_end, num_keys, head, active)
 
 
 @gluon.jit
 def _rows(tile, ROWS: gl.constexpr):
-    """The first rows of a tile, ``[ROWS, width]``."""
+    """Return the first rows of a tile, ``[ROWS, width]``."""
     return as_rows(tile).slice(0, ROWS)
 
 
 @gluon.constexpr_function
 def _sums_layout(columns, warps):
-    """Layout of a product: of one warp, or of a warpgroup."""
+    """Return the layout of a product of one warp or of a warpgroup."""
     return products_by_warp(warps) if warps == 1 else products_by_warpgroup(columns, warps)
 
 
 @gluon.jit
 def _multiply(a, b):
-    """``a @ b`` of tiles in shared memory."""
+    """Return ``a @ b`` of tiles in shared memory."""
     M: gl.constexpr = a.shape[0]
     N: gl.constexpr = b.shape[1]
     layout: gl.constexpr = _sums_layout(N, gl.num_warps())
@@ -119,7 +119,7 @@ def _multiply(a, b):
 
 @gluon.jit
 def _multiply_weights(weights, b):
-    """``weights @ b`` of weights in registers and a tile in shared memory."""
+    """Return ``weights @ b`` of weights in registers and a tile in shared memory."""
     M: gl.constexpr = weights.shape[0]
     N: gl.constexpr = b.shape[1]
     layout: gl.constexpr = _sums_layout(N, gl.num_warps())
@@ -135,30 +135,32 @@ def _multiply_weights(weights, b):
 
 @gluon.jit
 def _softmax(products, factor, visible):
-    """``(weights, maximum, total)``: weights are not yet divided by their totals.
+    """Return ``(weights, maximum, total)``; ``weights`` are not divided by ``total``.
 
-    As :func:`tiles.online_softmax` of the first tile. ``factor`` must not be zero: with it, a
-    masked score of ``-inf`` would be NaN.
+    As :func:`tiles.online_softmax` for a first tile. ``factor`` must not be zero: the masked
+    products, ``-inf``, would become NaN.
     """
-    tops = gl.where(visible, products, -float("inf"))
-    top = gl.max(tops, 1)
-    seen = top > -float("inf")
-    maximum = gl.where(seen, top * factor, top)
-    weights = gl.exp2(tops * factor - gl.where(seen, maximum, 0.0)[:, None])
+    products = gl.where(visible, products, -float("inf"))
+    largest = gl.max(products, 1)
+    has_keys = largest > -float("inf")
+    maximum = gl.where(has_keys, largest * factor, largest)
+    weights = gl.exp2(products * factor - gl.where(has_keys, maximum, 0.0)[:, None])
     return weights, maximum, gl.sum(weights, 1)
 
 
 @gluon.jit
-def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, OF_KEYS: gl.constexpr):
-    """Mask of the keys that each query sees; if OF_KEYS, also of queries beyond the sample."""
+def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, BACKWARD: gl.constexpr):
+    """Return the mask of visible keys of each query; if BACKWARD, queries beyond the sample see
+    none.
+    """
     ROWS: gl.constexpr = products.shape[0]
     j = gl.arange(0, ROWS, gl.SliceLayout(0, products.type.layout))[None, :]
     high = num_keys
-    if CAUSAL or OF_KEYS:
+    if CAUSAL or BACKWARD:
         i = gl.arange(0, ROWS, gl.SliceLayout(1, products.type.layout))
         if CAUSAL:
             high = gl.minimum(num_keys, i + (num_keys - num_rows + 1))
-        if OF_KEYS:
+        if BACKWARD:
             high = gl.where(i < num_rows, high, 0)
         high = high[:, None]
     visible = j < high
@@ -170,9 +172,9 @@ def _visible(products, num_rows, num_keys, window, CAUSAL: gl.constexpr, OF_KEYS
 
 @gluon.jit
 def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C: gl.constexpr):
-    """Start to copy an item's queries and keys, if it is taken."""
-    q_end, num_rows, kv_end, num_keys, head, taken = item
-    if taken:
+    """Start to copy the queries and keys of an item to shared memory, if it is active."""
+    q_end, num_rows, kv_end, num_keys, head, active = item
+    if active:
         barrier = barriers.index(0)
         mbarrier.expect(barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
         copy_in(q_desc, q_end, num_rows, head, barrier, tiles.index(0))
@@ -181,9 +183,9 @@ def _read_queries_and_keys(q_desc, k_desc, tiles, barriers, item, C: gl.constexp
 
 @gluon.jit
 def _read_values(v_desc, tiles, barriers, item, C: gl.constexpr):
-    """Start to copy an item's values, if it is taken."""
-    _, _, kv_end, num_keys, head, taken = item
-    if taken:
+    """Start to copy the values of an item to shared memory, if it is active."""
+    _, _, kv_end, num_keys, head, active = item
+    if active:
         barrier = barriers.index(1)
         mbarrier.expect(barrier, v_desc.block_type.nbytes)
         copy_in(v_desc, kv_end, num_keys, head // (C.H // C.HK), barrier, tiles.index(2))
@@ -191,9 +193,9 @@ def _read_values(v_desc, tiles, barriers, item, C: gl.constexpr):
 
 @gluon.jit
 def _attend(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
-    """Attend for an item of at most ROWS rows, the ``step``-th that is taken.
+    """Compute the output of an active item of at most ROWS rows, the ``step``-th of a program.
 
-    The rows of the ``following`` item are copied as soon as their buffers are free.
+    The rows of the ``following`` item are copied as soon as buffers are free.
     """
     q_desc, k_desc, v_desc, out_desc, stats_ptr, tiles, out, barriers, numbers = operands
     num_stats, window, factor = numbers
@@ -236,7 +238,7 @@ def forward_kernel(
     factor,  # scale · log2(e), rounded once
     C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
 ):
-    """Attend for samples of up to BLOCK_M rows, and of more than half of that unless HALVES."""
+    """Compute samples of at most BLOCK_M rows and, unless HALVES, more than BLOCK_M / 2 rows."""
     if C.OVERLAP:
         launch_dependents()
     shape: gl.constexpr = [3] + q_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
@@ -261,7 +263,7 @@ def forward_kernel(
     while n < end:
         n += 1
         following = _locate(n, end, samples, C, False)
-        if item.taken:
+        if item.active:
             if C.HALVES and gl.maximum(item.num_rows, item.num_keys) <= C.BLOCK_M // 2:
                 _attend(operands, item, following, step, C, C.BLOCK_M // 2)
             else:
@@ -278,16 +280,16 @@ def forward_kernel(
 
 @gluon.jit
 def _read_all(inputs, tiles, barriers, stage, item, C: gl.constexpr):
-    """Start to copy the rows of an item into the tiles of a stage, if it is taken.
+    """Start to copy the rows of an item to the tiles of a stage, if it is active.
 
-    If one side is empty, the rows of the other are read as zeros, so that infinite values there do
-    not make its gradient NaN.
+    If one side is empty, rows of the other side are read as zeros: their gradients are zeros even
+    if the rows are infinite.
     """
     q_desc, k_desc, v_desc, grad_out_desc = inputs
     kv_head = item.head // (C.H // C.HK)
-    q_end, num_rows, kv_end, num_keys, head, taken = item
+    q_end, num_rows, kv_end, num_keys, head, active = item
     num_rows, num_keys = gl.where(num_keys > 0, num_rows, 0), gl.where(num_rows > 0, num_keys, 0)
-    if taken:
+    if active:
         barrier = barriers.index(stage)
         mbarrier.expect(barrier, 4 * q_desc.block_type.nbytes)
         copy_in(q_desc, q_end, num_rows, head, barrier, tiles.index(stage * 4))
@@ -298,7 +300,7 @@ def _read_all(inputs, tiles, barriers, stage, item, C: gl.constexpr):
 
 @gluon.jit
 def _add_heads(sums, grad, member, MEMBERS: gl.constexpr):
-    """``grad`` plus the sum of previous heads of the same keys, kept in ``sums``."""
+    """Return ``grad`` plus the sum over previous heads of the same keys, which ``sums`` stores."""
     if MEMBERS > 1:
         sums = sums.slice(0, grad.shape[0])
         if member > 0:
@@ -309,9 +311,9 @@ def _add_heads(sums, grad, member, MEMBERS: gl.constexpr):
 
 @gluon.jit
 def _differentiate(operands, item, following, step, C: gl.constexpr, ROWS: gl.constexpr):
-    """Gradients of an item of at most ROWS rows, the ``step``-th that is taken.
+    """Compute the gradients of an active item of at most ROWS rows, the ``step``-th of a program.
 
-    They are copied out from the buffers of the rows, once these have been used.
+    Gradients overwrite the rows in shared memory, and are copied out from there.
     """
     inputs, grads, tiles, weights, sums, barriers, window, factor, scale = operands
     grad_q_desc, grad_k_desc, grad_v_desc = grads
@@ -332,7 +334,7 @@ def _differentiate(operands, item, following, step, C: gl.constexpr, ROWS: gl.co
     visible = _visible(products, num_rows, num_keys, window, C.CAUSAL, True)
     p, _, total = _softmax(products, factor, visible)
     inverse = 1.0 / gl.where(total != 0, total, 1.0)
-    # The mean relative to the largest: exact if a single key is visible.
+    # delta is computed relative to the largest dp: exact if a single key is visible.
     largest = gl.max(gl.where(visible, dp, -float("inf")), 1)
     largest = gl.where(largest == -float("inf"), 0.0, largest)
     delta = largest + gl.sum(p * (dp - largest[:, None]), 1) * inverse
@@ -382,9 +384,9 @@ def backward_kernel(
     scale,
     C: gl.constexpr,  # HopperConstants; BLOCK_N is BLOCK_M
 ):
-    """Gradients of samples of up to BLOCK_M rows, and of more than half of that unless HALVES.
+    """Compute gradients of samples of at most BLOCK_M and, unless HALVES, over BLOCK_M / 2 rows.
 
-    One program computes the heads that share keys, one after the other.
+    A program computes all heads that share keys, one after the other.
     """
     if C.OVERLAP:
         launch_dependents()
@@ -393,7 +395,7 @@ def backward_kernel(
     tiles = gl.allocate_shared_memory(q_desc.dtype, shape, q_desc.layout)
     square: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK, 16, rank=2)
     weights = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK, BLOCK], square)
-    sums = weights  # not read: no heads share keys
+    sums = weights  # a placeholder if no heads share keys
     if C.H > C.HK:
         swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
         sums = gl.allocate_shared_memory(gl.float32, [2, BLOCK, C.BLOCK_D], swizzled)
@@ -414,7 +416,7 @@ def backward_kernel(
     while n < end:
         n += 1
         following = _locate(n, end, samples, C, True)
-        if item.taken:
+        if item.active:
             if C.HALVES and gl.maximum(item.num_rows, item.num_keys) <= BLOCK // 2:
                 _differentiate(operands, item, following, step, C, BLOCK // 2)
             else:
@@ -428,7 +430,7 @@ def backward_kernel(
         wait_for_last_kernel()
 
 
-# Constants and options by the most rows of a sample, the fastest on an H200.
+# Constants and launch options by the maximum rows of a sample, the fastest on an H200
 _FORWARD = {
     64: {"HALVES": False, "ITEMS": 2, "num_warps": 4, "maxnreg": 80},
     32: {"HALVES": True, "ITEMS": 2, "num_warps": 1, "maxnreg": 152},
@@ -437,19 +439,19 @@ _BACKWARD = {
     64: {"HALVES": False, "ITEMS": 4, "STAGES": 1, "num_warps": 4},
     32: {"HALVES": True, "ITEMS": 4, "STAGES": 2, "num_warps": 1},
 }
-# With fewer rows per sample in the mean, the kernel of longer samples takes more items a program,
-# since it skips most.
-FEW_MEAN_ROWS = 24
-ITEMS_OF_FEW = 16
+# With fewer rows per sample on average, the launch for longer samples has more items per program,
+# since most are skipped.
+SPARSE_MEAN_ROWS = 24
+SPARSE_ITEMS = 16
 _launch_forward = Launcher(forward_kernel)
 _launch_backward = Launcher(backward_kernel)
 
 
 def _sizes(direction: dict[int, dict], num_rows: int, num_samples: int) -> list[tuple[int, dict]]:
-    """``direction`` as a list, with ITEMS adapted to the mean number of rows per sample."""
+    """Return the items of ``direction``, with ITEMS for the mean number of rows per sample."""
     sizes = dict(direction)
-    if num_rows < FEW_MEAN_ROWS * num_samples:
-        sizes[MOST_ROWS] = sizes[MOST_ROWS] | {"ITEMS": ITEMS_OF_FEW}
+    if num_rows < SPARSE_MEAN_ROWS * num_samples:
+        sizes[MAX_ROWS] = sizes[MAX_ROWS] | {"ITEMS": SPARSE_ITEMS}
     return list(sizes.items())
 
 
@@ -461,13 +463,13 @@ def forward(
     factor: float,
     constants: Constants,
 ) -> None:
-    """Write the rows of ``outputs`` of samples of at most ``MOST_ROWS`` rows."""
+    """Compute the rows of ``outputs`` of samples of at most ``MAX_ROWS`` rows."""
     (q, k, _), (out, stats) = inputs, outputs
     num_samples = samples.q_offsets.numel() - 1
     num_items = num_samples * constants.H
     overlap = overlap_options(devices.launches_overlap(q.device))
     for block, options in _sizes(_FORWARD, max(q.shape[0], k.shape[0]), num_samples):
-        if window is not None and block == MOST_ROWS:
+        if window is not None and block == MAX_ROWS:
             options = options | {"maxnreg": options["maxnreg"] + 16}  # for the mask of the window
         _launch_forward(
             (triton.cdiv(num_items, options["ITEMS"]),),
@@ -475,7 +477,7 @@ def forward(
                 stats, *(jagged_rows(x, block, WIDTH) for x in (*inputs, out)), samples,
                 stats[0].numel(), num_items, window, factor,
             ),
-            constants.on_hopper(BLOCK_M=block, BLOCK_N=block, **options, **overlap),
+            constants.hopper_launch_arguments(BLOCK_M=block, BLOCK_N=block, **options, **overlap),
         )  # fmt: skip
 
 
@@ -488,7 +490,7 @@ def backward(
     scale: float,
     constants: Constants,
 ) -> None:
-    """Write the gradients of samples of at most ``MOST_ROWS`` rows."""
+    """Compute the gradients of samples of at most ``MAX_ROWS`` rows."""
     q, k, _ = inputs
     num_samples = samples.q_offsets.numel() - 1
     num_items = num_samples * constants.H
@@ -507,7 +509,7 @@ def backward(
                 factor,
                 scale,
             ),
-            constants.on_hopper(
+            constants.hopper_launch_arguments(
                 BLOCK_M=block, BLOCK_N=block, **options | {"ITEMS": items}, **overlap
             ),
         )

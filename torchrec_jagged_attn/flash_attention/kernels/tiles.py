@@ -1,4 +1,4 @@
-"""Helpers of the general kernels of jagged flash attention: rows, masks, biases, softmax."""
+"""Device functions of the general kernels of jagged flash attention: rows, masks, softmax."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import triton.language as tl
 
 from torchrec_jagged_attn.attention.kernels.biases import load_bias
 from torchrec_jagged_attn.attention.kernels.dropout import drop_weights, query_draws
-from torchrec_jagged_attn.flash_attention.kernels.distance_bias import scores_by_distance
+from torchrec_jagged_attn.flash_attention.kernels.distance_bias import load_distance_bias
 from torchrec_jagged_attn.runtime.kernels.matmul import product
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, store_stats
 from torchrec_jagged_attn.runtime.kernels.tile_list import locate_tile
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries of a head, and the keys of its sample, see ``locate_tile``."""
+    """A tile of queries of a head, and the keys of its sample; see ``locate_tile``."""
 
     sample: Any
     row: Any  # first query of the tile
-    count: Any  # number of queries of the sample from there on
+    count: Any  # number of queries of the sample from ``row`` on
     base: Any  # first key of the sample
-    num_keys: Any
-    high: Any  # end of the keys that each query sees, a scalar or [BLOCK_M, 1]
-    # The key on the causal diagonal of the tile's first query: as far from the last key as that
-    # query is from the last query
+    num_keys: Any  # number of keys of the sample
+    high: Any  # end of the keys visible to each query, a scalar or [BLOCK_M, 1]
+    # The key on the causal diagonal of the tile's first query: both have the same distance to the
+    # end of the sample
     diagonal: Any
     head: Any
     kv_head: Any
@@ -34,7 +34,7 @@ class QueryTile(NamedTuple):
 
 @triton.jit
 def locate_queries(args, C: tl.constexpr):
-    """Whether the program has a tile of queries, and its :class:`QueryTile`."""
+    """Return whether the program has a tile of queries, and its :class:`QueryTile`."""
     index, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
     listed, sample, row, count, base, num_keys, _, high, diagonal = locate_tile(
         args.samples.tiles, index, C.CAUSAL, False, C.BLOCK_M
@@ -49,32 +49,34 @@ def locate_queries(args, C: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(tile, C: tl.constexpr):
-    """The end of the keys that all queries of a tile see, and of those that any of them sees."""
-    by_all, by_any = tile.num_keys, tile.num_keys
+def visible_ends(tile, C: tl.constexpr):
+    """Return the end of the keys that all queries of a tile see, and of the keys that any sees."""
+    all_end, any_end = tile.num_keys, tile.num_keys
     if C.CAUSAL:
-        by_all = tl.maximum(tl.minimum(by_all, by_all - tile.count + 1), 0)
-        by_any = tl.minimum(by_any, by_any - tile.count + C.BLOCK_M)
-    return by_all, by_any
+        all_end = tl.maximum(tl.minimum(all_end, all_end - tile.count + 1), 0)
+        any_end = tl.minimum(any_end, any_end - tile.count + C.BLOCK_M)
+    return all_end, any_end
 
 
 @triton.jit
 def window_begin(end, window):
-    """The first key that a query sees if the last one is ``end - 1``; at least 0."""
+    """Return the first key in the window of a query that sees keys up to ``end - 1``."""
     return tl.maximum(end, window) - window
 
 
 @triton.jit
-def seen_from(window, tile, C: tl.constexpr):
-    """Begin of the first tile of keys that any query of a tile sees, and of the first that no
-    query's window cuts.
+def window_begins(window, tile, C: tl.constexpr):
+    """Return the begin of the first visible tile of keys, and of the first unmasked one.
+
+    A tile of keys is visible if any query sees any of its keys, and unmasked by the window if all
+    its keys are in the windows of all queries.
     """
-    by_any, by_last = tile.num_keys * 0, tile.num_keys * 0
+    first, unmasked_begin = tile.num_keys * 0, tile.num_keys * 0
     if window is not None:
-        _, end = seen_keys(tile, C)
-        by_any = window_begin(tile.diagonal + 1, window) // C.BLOCK_N * C.BLOCK_N
-        by_last = tl.cdiv(window_begin(end, window), C.BLOCK_N) * C.BLOCK_N
-    return by_any, by_last
+        _, end = visible_ends(tile, C)
+        first = window_begin(tile.diagonal + 1, window) // C.BLOCK_N * C.BLOCK_N
+        unmasked_begin = tl.cdiv(window_begin(end, window), C.BLOCK_N) * C.BLOCK_N
+    return first, unmasked_begin
 
 
 @triton.jit
@@ -89,8 +91,9 @@ def load_rows(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr = True,
 ):
-    """``[BLOCK, BLOCK_D]``: a head's rows from ``row`` on, with zeros beyond ``D`` and, if
-    ``MASKED``, from row ``count`` on.
+    """Load ``[BLOCK, BLOCK_D]`` rows of a head from ``row`` on.
+
+    Columns beyond ``D`` are zeros and, if ``MASKED``, rows from ``row + count`` on.
     """
     r = tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -118,7 +121,7 @@ def store_rows(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Store ``value`` where :func:`load_rows` would load it."""
+    """Store ``value`` at the addresses of :func:`load_rows`."""
     r = tl.arange(0, BLOCK)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     ptrs = ptr + (row * STRIDE + head * D) + (r.to(tl.int64) * STRIDE + d)
@@ -127,21 +130,21 @@ def store_rows(
 
 @triton.jit
 def load_queries(q_ptr, row, count, head, C: tl.constexpr):
-    """Queries ``[BLOCK_M, BLOCK_D]``, negated where the scale is negative."""
+    """Load queries ``[BLOCK_M, BLOCK_D]``, negated if the scale is negative."""
     q = load_rows(q_ptr, row, count, head, C.Q_STRIDE, C.D, C.BLOCK_M, C.BLOCK_D)
     return -q if C.NEGATIVE else q
 
 
 @triton.jit
 def load_keys(k_ptr, tile, start, C: tl.constexpr, MASKED: tl.constexpr):
-    """Keys ``[BLOCK_N, BLOCK_D]`` from the sample's row ``start`` on."""
+    """Load keys ``[BLOCK_N, BLOCK_D]`` from the sample's row ``start`` on."""
     row, count = tile.base + start, tile.num_keys - start
     return load_rows(k_ptr, row, count, tile.kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D, MASKED)
 
 
 @triton.jit
 def load_values(v_ptr, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True):
-    """Values ``[BLOCK_N, BLOCK_D]`` from the sample's row ``start`` on."""
+    """Load values ``[BLOCK_N, BLOCK_D]`` from the sample's row ``start`` on."""
     row, count = tile.base + start, tile.num_keys - start
     return load_rows(
         v_ptr, row, count, tile.kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D, MASKED
@@ -149,22 +152,22 @@ def load_values(v_ptr, tile, start, C: tl.constexpr, MASKED: tl.constexpr = True
 
 
 @triton.jit
-def seen_pairs(window, tile, j):
-    """Mask of the keys ``j`` that each query sees by causality and window."""
-    seen = j < tile.high
+def visible_pairs(window, tile, j):
+    """Return the mask of keys ``j`` that causality and ``window`` make visible to each query."""
+    visible = j < tile.high
     if window is not None:
-        seen = seen & (j >= window_begin(tile.high, window))
-    return seen
+        visible = visible & (j >= window_begin(tile.high, window))
+    return visible
 
 
 @triton.jit
-def key_bias(args, tile, start, C: tl.constexpr):
-    """Biases of the keys from ``start`` on for a tile of queries, and the mask of visible keys.
+def bias_and_mask(args, tile, start, C: tl.constexpr):
+    """Return the biases of the keys from ``start`` on for a tile of queries, and their mask.
 
-    The biases include the factor log2(e) of the scores. A bias of ``-inf`` masks its key.
+    Biases are multiplied by log2(e), as scores are. A bias of ``-inf`` masks its key.
     """
     j = start + tl.arange(0, C.BLOCK_N)[None, :]
-    visible = seen_pairs(args.window, tile, j)
+    visible = visible_pairs(args.window, tile, j)
     bias = 0.0
     if C.BIASED:
         bias = load_bias(
@@ -173,8 +176,8 @@ def key_bias(args, tile, start, C: tl.constexpr):
         )  # fmt: skip
         bias *= LOG2E
         if C.R > 0:
-            bias += scores_by_distance(
-                args.biases.by_distance, args.reach, tile.head, tile.diagonal - start,
+            bias += load_distance_bias(
+                args.biases.by_distance, args.max_distance, tile.head, tile.diagonal - start,
                 C.BLOCK_M, C.BLOCK_N,
             )  # fmt: skip
         visible = visible & (bias != -float("inf"))
@@ -185,19 +188,19 @@ def key_bias(args, tile, start, C: tl.constexpr):
 def online_softmax(
     products, factor, bias, visible, maximum, total, BIASED: tl.constexpr, MASKED: tl.constexpr
 ):
-    """One step of the online softmax over axis 1, of ``products · factor + bias``.
+    """Update the online softmax over axis 1 with a tile of scores, ``products · factor + bias``.
 
-    As :func:`online_softmax_update` of ``runtime/kernels/softmax.py``, but ``factor`` must not be
-    negative, so that without a bias the maximum is that of the products; and ``visible`` is read
-    only if ``MASKED``.
+    As :func:`online_softmax_update` of ``runtime/kernels/softmax.py``, except that ``factor`` must
+    not be negative, so that the largest product has the largest score if there is no bias, and that
+    ``visible`` is only read if ``MASKED``.
     """
-    tops = products * factor + bias if BIASED else products
+    scores = products * factor + bias if BIASED else products
     if MASKED:
-        tops = tl.where(visible, tops, -float("inf"))
-    top = tl.max(tops, 1)
-    if not BIASED:
-        top = tl.where(top == -float("inf"), top, top * factor)
-    new_maximum = tl.maximum(maximum, top)
+        scores = tl.where(visible, scores, -float("inf"))
+    tile_maximum = tl.max(scores, 1)
+    if not BIASED:  # of the products: the factor is applied to their maximum
+        tile_maximum = tl.where(tile_maximum == -float("inf"), tile_maximum, tile_maximum * factor)
+    new_maximum = tl.maximum(maximum, tile_maximum)
     shift = new_maximum
     if MASKED or BIASED:
         shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
@@ -213,30 +216,30 @@ def online_softmax(
 
 @triton.jit
 def drop_pairs(x, args, tile, start, C: tl.constexpr):
-    """:func:`drop_weights` of ``x`` ``[BLOCK_M, BLOCK_N]``, of the keys from ``start`` on."""
+    """Apply :func:`drop_weights` to ``x`` ``[BLOCK_M, BLOCK_N]``, for keys from ``start`` on."""
     n = tile.base + start + tl.arange(0, C.BLOCK_N)
     return drop_weights(x, args.biases.dropout, tile.draws[:, None], n[None, :])
 
 
 @triton.jit
 def store_softmax_stats(stats_ptr, num_stats, rows, mask, maximum, total, EXACT: tl.constexpr):
-    """:func:`store_stats`; unless ``EXACT``, of the log-sum-exp and a total of one.
+    """Apply :func:`store_stats`; unless ``EXACT``, to the log-sum-exp and a total of one.
 
-    The log-sum-exp is less exact, but saves backward a multiplication per weight.
+    The log-sum-exp is less exact, but saves a multiplication per weight in backward.
     """
     if not EXACT:
-        seen = total != 0
-        maximum = tl.where(seen, maximum + tl.log2(tl.where(seen, total, 1.0)), maximum)
-        total = tl.where(seen, 1.0, 0.0)
+        has_keys = total != 0
+        maximum = tl.where(has_keys, maximum + tl.log2(tl.where(has_keys, total, 1.0)), maximum)
+        total = tl.where(has_keys, 1.0, 0.0)
     store_stats(stats_ptr, num_stats, rows, mask, maximum, total)
 
 
 @triton.jit
 def load_softmax_stats(args, rows, mask, C: tl.constexpr, MASKED: tl.constexpr = True):
-    """``(maximum, inverse)`` of ``rows``, for :func:`softmax_of_stats`.
+    """Load ``(maximum, inverse)`` of ``rows``, for :func:`softmax_of_stats`.
 
-    Masked rows have an infinite maximum, so that weights do not overflow. The inverse is read only
-    if EXACT.
+    Masked rows have an infinite maximum, so that weights do not overflow. Unless EXACT, ``inverse``
+    is a placeholder.
     """
     stats_ptr = args.outputs.stats
     if MASKED:
@@ -255,9 +258,9 @@ def load_softmax_stats(args, rows, mask, C: tl.constexpr, MASKED: tl.constexpr =
 def softmax_of_stats(
     products, factor, bias, visible, maximum, inverse, C: tl.constexpr, MASKED: tl.constexpr = True
 ):
-    """Weights of the softmax, recomputed from scores and their statistics, which broadcast.
+    """Recompute the weights of the softmax from products and statistics, which broadcast.
 
-    Unless EXACT, ``inverse`` is not read: it is one.
+    Unless EXACT, the inverse is one and ``inverse`` is not read.
     """
     if C.BIASED:
         weights = tl.exp2(products * factor + (bias - maximum))
@@ -272,8 +275,8 @@ def softmax_of_stats(
 
 @triton.jit
 def key_weights(q, k, maximum, inverse, args, tile, start, C: tl.constexpr, MASKED: tl.constexpr):
-    """Weights ``[BLOCK_M, BLOCK_N]`` of ``k``, keys from ``start`` on."""
-    bias, visible = key_bias(args, tile, start, C)
+    """Return weights ``[BLOCK_M, BLOCK_N]`` of the keys ``k``, which begin at ``start``."""
+    bias, visible = bias_and_mask(args, tile, start, C)
     products = product(q, tl.trans(k), C.PRECISION)
     return softmax_of_stats(
         products, args.factor, bias, visible, maximum[:, None], inverse[:, None], C, MASKED

@@ -1,9 +1,8 @@
-"""Jagged rows on the device: the sample of a row, tiles of rows, and split sums.
+"""Jagged rows in kernels: the sample of a row, tiles of rows, and sums over chunks.
 
-A chunk is one of the equal ranges that the rows of a long sample are split into. A split is the
-index, over all samples, of a chunk's partial result. Its sample follows from offsets without a
-prefix sum: with one split for each ``SPLIT`` rows, sample ``b`` owns those from
-``offsets[b] // SPLIT`` on.
+The rows of a long sample are split into chunks of equal length. A split is the index of a chunk's
+partial result among the chunks of all samples. With at most one split per ``SPLIT`` rows, the
+splits of sample ``b`` start at ``offsets[b] // SPLIT``, so no prefix sum is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torchrec_jagged_attn.runtime.launch import Launcher, overlap_options
 def find_sample(
     offsets_ptr, num_samples, index, SCALE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr
 ):
-    """The last sample ``b`` with ``offsets[b] · SCALE // BLOCK + STEP · b`` at most ``index``.
+    """Return the last sample ``b`` with ``offsets[b] · SCALE // BLOCK + STEP · b <= index``.
 
     A 32-ary search: each lane of a warp tests one sample per step.
     """
@@ -41,7 +40,10 @@ def find_sample(
 
 @triton.jit
 def find_samples(offsets_ptr, n, num_samples, num_steps):
-    """The sample of each row ``n``, by binary search in ``num_steps``: bits of ``num_samples``."""
+    """Return the sample of each row ``n``, by binary search.
+
+    ``num_steps`` must be the bit length of ``num_samples``.
+    """
     low = n * 0
     high = low + num_samples
     for _ in range(num_steps):
@@ -54,13 +56,14 @@ def find_samples(offsets_ptr, n, num_samples, num_steps):
 
 @triton.jit
 def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the rows of ``tile``: its sample, that sample's rows, and the tile's first row in it.
+    """Return the sample and rows of ``tile``, of BLOCK rows of one sample.
 
-    No tile of BLOCK rows has rows of two samples. Sample ``b`` owns the tiles from
-    ``offsets[b] // BLOCK + b`` on, so that no prefix sum is needed. All samples together have
-    ``N // BLOCK + B`` tiles, of which at most ``B`` are empty. Offsets are multiplied by SCALE.
+    The tiles of sample ``b`` start at ``offsets[b] // BLOCK + b``, so no prefix sum is needed.
+    There are ``N // BLOCK + B`` tiles; at most ``B`` are empty. Offsets are multiplied by SCALE.
 
-    Returns ``(sample, begin, end, start)``; the tile is empty if ``begin + start >= end``.
+    Returns:
+        ``(sample, begin, end, start)``: the sample, its first and end row, and the index of the
+        tile's first row in the sample. The tile is empty if ``begin + start >= end``.
     """
     sample = find_sample(offsets_ptr, num_samples, tile, SCALE, BLOCK, 1)
     begin = tl.load(offsets_ptr + sample).to(tl.int64) * SCALE
@@ -70,9 +73,9 @@ def find_tile(offsets_ptr, num_samples, tile, SCALE: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def clear_rows(ptr, begin, end, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Set the rows from ``begin`` on, before ``end``, to zero: WIDTH columns of each, STRIDE apart.
+    """Set rows ``begin`` to ``end - 1`` to zero: WIDTH columns of each, STRIDE elements apart.
 
-    All programs share them. A program has as many at a time as hold 2048 elements of BLOCK_D.
+    All programs of the kernel share the rows, in blocks of 2048 elements.
     """
     BLOCK: tl.constexpr = max(1, 2048 // BLOCK_D)
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -87,13 +90,14 @@ def clear_rows(ptr, begin, end, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK
 
 @triton.jit
 def find_chunk(offsets_ptr, num_samples, work, CHUNK: tl.constexpr):
-    """The chunk of a sample's rows with the index ``work``, usually that of the program.
+    """Return the chunk of index ``work``, usually the program's.
 
-    The first ``num_samples`` are the first chunks of all samples, the others (``N // CHUNK``) the
-    later chunks, one for each split.
+    The first ``num_samples`` indices are the first chunks of all samples. The other
+    ``N // CHUNK`` are one index per split, for later chunks.
 
-    Returns ``(busy, sample, begin, end, split)``: whether there is such a chunk, its sample and
-    rows, and its split, -1 if the chunk is the whole sample.
+    Returns:
+        ``(busy, sample, begin, end, split)``: whether the chunk exists, its sample, its first and
+        end row, and its split, or -1 if the chunk is the whole sample.
     """
     sample = work
     later_split = work - num_samples
@@ -121,11 +125,10 @@ def _add_chunks_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Add BLOCK elements of the partial sums of one sample: that whose first chunk has this
-    program's split, if any.
+    """Add BLOCK elements of the partial sums of the sample whose first split is this program's.
 
-    If launches OVERLAP, all programs wait for the previous kernel, also those without work, so that
-    the next kernel can rely on its results.
+    Programs of other splits do nothing. With OVERLAP, they still wait for the previous kernel, so
+    that its results are complete when the next kernel starts.
     """
     split = tl.program_id(0).to(tl.int64)
     sample = find_sample(offsets_ptr, num_samples, split, 1, CHUNK, 0)
@@ -146,9 +149,9 @@ _add_chunks = Launcher(_add_chunks_kernel)
 
 
 def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, width: int, chunk: int) -> None:
-    """Sum the partial sums ``[splits, …]`` of samples with several chunks into ``out`` ``[B, …]``.
+    """Add the partial sums ``[splits, …]`` of samples with several chunks into ``out`` ``[B, …]``.
 
-    Both have ``width`` elements per row.
+    Rows of both have ``width`` elements.
     """
     num_splits = sums.shape[0]
     if num_splits:
@@ -161,18 +164,19 @@ def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, width: int, chunk: in
 
 @functools.cache
 def _add_constants(width: int, chunk: int, overlap: bool) -> dict:
-    """Compile-time arguments of ``_add_chunks_kernel``."""
+    """Return the compile-time constants of ``_add_chunks_kernel``."""
     block = min(2048, max(16, triton.next_power_of_2(width)))
     return {"W": width, "CHUNK": chunk, "BLOCK": block, **overlap_options(overlap)}
 
 
 @triton.jit
 def count_chunks(length, num_blocks, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
-    """Number of chunks that a history of ``length`` rows is split into.
+    """Return the number of chunks of a history of ``length`` rows.
 
-    Each has at least ``CHUNK`` rows, and at least ``SPLIT · num_blocks``: so samples with several
-    chunks have at most ``length // SPLIT`` pairs of chunk and block of query rows. These pairs are
-    the splits of sample ``b``, from ``offsets[b] // SPLIT`` on, chunk by chunk.
+    A chunk has at least ``CHUNK`` and at least ``SPLIT · num_blocks`` rows, where ``num_blocks``
+    is the number of blocks of query rows. So samples with several chunks have at most
+    ``length // SPLIT`` pairs of chunk and block. These pairs are the splits of sample ``b``, from
+    ``offsets[b] // SPLIT`` on, ordered by chunk.
     """
     rows = tl.maximum(SPLIT * num_blocks, CHUNK)
     return tl.maximum(length.to(tl.int32) // rows.to(tl.int32), 1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Tiles of matrices, and their products in a given precision.
+"""Tiles of matrices, and products of tiles in a given precision.
 
 ``"bf16x6"`` and ``"bf16x8"`` decompose fp32 into three bf16 components, which tensor cores
 multiply.
@@ -10,15 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_DECOMPOSED_WIDTH = 256  # of rows whose bf16 components fit in registers
-_TERMS = tl.constexpr(16)  # of each partial sum of an fp32 product
+MAX_DECOMPOSED_WIDTH = 256  # wider rows have too many bf16 components for registers
+_TERMS = tl.constexpr(16)  # terms of each partial sum of an fp32 product
 
 
 def product_precision(dtype: torch.dtype) -> str:
-    """Precision of matrix products; for fp32 that of ``torch.get_float32_matmul_precision()``.
+    """Return the precision of matrix products, by ``torch.get_float32_matmul_precision()``.
 
-    Exact fp32 products are ``"bf16x6"``, except in Triton's interpreter, which does not support it
-    and is exact.
+    fp32 products of ``"highest"`` precision are ``"bf16x6"``, or ``"ieee"`` in Triton's
+    interpreter, which does not support ``"bf16x6"``. All other products are ``"tf32"``.
     """
     if dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest":
         return "tf32"
@@ -26,14 +26,15 @@ def product_precision(dtype: torch.dtype) -> str:
 
 
 def gradient_precision(precision: str) -> str:
-    """Precision of products that may sum a single term, such as weight gradients of one target: see
-    :func:`multiply`.
+    """Return the precision of products that may sum a single term, see :func:`multiply`.
+
+    An example are gradients of weights for one target.
     """
     return "bf16x8" if precision == "bf16x6" else precision
 
 
 def padded_width(width: int) -> int:
-    """The power of two, at least 16, that a tile needs to hold ``width`` columns."""
+    """Return the number of columns of a tile for ``width`` columns: a power of two from 16 on."""
     return max(16, 1 << (width - 1).bit_length())
 
 
@@ -48,21 +49,24 @@ def tile_of(
     TRANSPOSED: tl.constexpr = False,
     INDEX: tl.constexpr = tl.int32,
 ):
-    """A tile of ``[num_i, num_j]``, which if TRANSPOSED is stored as ``[num_j, num_i]``.
+    """Return addresses and mask of a tile of a matrix ``[num_i, num_j]``.
 
-    Returns the offset of the tile (int64), those of its elements from there (INDEX), and the mask
-    of elements inside the matrix.
+    If TRANSPOSED, the matrix is stored as ``[num_j, num_i]``.
+
+    Returns:
+        ``(origin, offsets, mask)``: the offset of the tile (int64), the offsets of its elements
+        from ``origin`` (INDEX), and the mask of elements inside the matrix.
     """
     i = tl.arange(0, BLOCK_I)
     j = tl.arange(0, BLOCK_J)
     mask = (i < num_i - i_begin)[:, None] & (j < num_j - j_begin)[None, :]
     if TRANSPOSED:
         origin = tl.cast(j_begin, tl.int64) * num_i + i_begin
-        at = i[:, None] + j.to(INDEX)[None, :] * num_i
+        offsets = i[:, None] + j.to(INDEX)[None, :] * num_i
     else:
         origin = tl.cast(i_begin, tl.int64) * num_j + j_begin
-        at = i.to(INDEX)[:, None] * num_j + j[None, :]
-    return origin, at, mask
+        offsets = i.to(INDEX)[:, None] * num_j + j[None, :]
+    return origin, offsets, mask
 
 
 @triton.jit
@@ -77,18 +81,22 @@ def load_tile(
     TRANSPOSED: tl.constexpr = False,
     INDEX: tl.constexpr = tl.int32,
 ):
-    """Load a :func:`tile_of` a matrix, 0 outside of it."""
-    origin, at, mask = tile_of(i_begin, j_begin, num_i, num_j, BLOCK_I, BLOCK_J, TRANSPOSED, INDEX)
-    return tl.load(ptr + origin + at, mask=mask, other=0.0)
+    """Load a tile of a matrix, with zeros outside the matrix. Parameters are as in
+    :func:`tile_of`.
+    """
+    origin, offsets, mask = tile_of(
+        i_begin, j_begin, num_i, num_j, BLOCK_I, BLOCK_J, TRANSPOSED, INDEX
+    )
+    return tl.load(ptr + origin + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
 def _decompose(x):
-    """``x`` (fp32) as an exact sum of three bf16: its upper bits, the rounded remainder, and the
-    remainder of that.
+    """Decompose ``x`` (fp32) into an exact sum of three bf16 numbers.
 
-    Integer operations are eight times as fast here as conversions to bf16. A NaN whose payload is
-    in the lower 16 bits alone, which no arithmetic returns, becomes infinity.
+    They are the upper bits of ``x``, the rounded remainder, and the final remainder. Integer
+    operations are eight times as fast here as conversions to bf16. A NaN with a payload only in the
+    lower 16 bits becomes infinity; no arithmetic returns such a NaN.
     """
     high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
     remainder = x - high
@@ -98,23 +106,26 @@ def _decompose(x):
 
 @triton.jit
 def _separate_product(a, b):
-    """``a · b``, exact, not accumulated into what the caller adds it to.
+    """Return ``a · b``, exact, with an accumulator of its own.
 
-    Without ``max_num_imprecise_acc``, which otherwise only concerns fp8, Triton fuses the addition
-    into the dot.
+    Without ``max_num_imprecise_acc``, Triton fuses a later addition into the dot. Otherwise that
+    option only affects fp8.
     """
     return tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=a.shape[1])
 
 
 @triton.jit
 def multiply(a, b, acc, PRECISION: tl.constexpr):
-    """``acc + a · b``, in fp32.
+    """Return ``acc + a · b`` in fp32.
 
     Exact products are summed from zero and then added, so that they are not rounded to the
-    magnitude of ``acc``. ``"bf16x6"`` sums six products of bf16 components, small ones first; where
-    an infinity makes the small ones NaN, they are skipped. The error of a sum of one term is up to
-    five times that of fp32. ``"bf16x8"`` skips only the smallest of the nine products and adds the
-    largest on CUDA cores, which round where tensor cores truncate: its error is that of fp32.
+    magnitude of ``acc``:
+
+    - ``"bf16x6"`` sums six of the nine products of bf16 components, small ones first. Small
+      products that are NaN because of an infinity are skipped. If there is a single term, the
+      error is up to five times the error of fp32.
+    - ``"bf16x8"`` omits only the smallest product, and adds the largest one on CUDA cores, which
+      round while tensor cores truncate. The error is the error of fp32.
     """
     if a.dtype != tl.float32:
         acc = tl.dot(a, b, acc)
@@ -149,7 +160,7 @@ def multiply(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _sum_in_pairs(x):
-    """The pairwise sum of ``x`` ``[a power of two, m, n]`` over its first axis."""
+    """Return the pairwise sum of ``x`` ``[a power of two, m, n]`` over the first axis."""
     half: tl.constexpr = x.shape[0] // 2
     if half > 0:
         out = _sum_in_pairs(tl.sum(tl.reshape(x, [2, half, x.shape[1], x.shape[2]]), 0))
@@ -160,10 +171,11 @@ def _sum_in_pairs(x):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """``a · b``, in fp32, without an accumulator.
+    """Return ``a · b`` in fp32, without an accumulator.
 
-    ``"ieee"`` products are pairwise sums of partial sums of 16 terms: CUDA cores add one term after
-    the other, which for 128 terms has several times the error of cuBLAS. ``"bf16x6"`` is Triton's.
+    ``"ieee"`` products are pairwise sums of partial sums of 16 terms: CUDA cores add terms one by
+    one, and 128 terms would have several times the error of cuBLAS. ``"bf16x6"`` products are
+    Triton's own.
     """
     m: tl.constexpr = a.shape[0]
     n: tl.constexpr = b.shape[1]

@@ -1,8 +1,8 @@
-"""Boxes of jagged rows for the tensor memory accelerator, and ring buffers of them.
+"""Copies of jagged rows by the tensor memory accelerator (TMA), and ring buffers in shared memory.
 
-A ring buffer has STAGES tiles in shared memory: one producer warp fills them, consumers read them,
-and tile ``n`` replaces tile ``n - STAGES``. Each stage has two barriers: ``full`` completes once
-the tile has arrived, ``empty`` once all consumers have released it.
+A ring buffer has STAGES tiles: a producer warp fills them, consumers read them, and tile ``n``
+replaces tile ``n - STAGES``. Each stage has two barriers: ``full`` completes when the tile has
+arrived, ``empty`` when all consumers have released it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ END = gl.constexpr(2**30)  # see jagged_rows
 
 
 class Barriers(NamedTuple):
-    """Barriers of a ring, ``[STAGES, 1]`` each."""
+    """Barriers of a ring buffer, ``[STAGES, 1]`` each."""
 
     full: Any
     empty: Any
 
 
 class Ring(NamedTuple):
-    """Barriers and ``tiles`` ``[STAGES, *box]`` of a ring."""
+    """Barriers and ``tiles`` ``[STAGES, *block_shape]`` of a ring buffer."""
 
     full: Any
     empty: Any
@@ -35,7 +35,7 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """The barriers of a ring. WRITERS commit each tile, and READERS release it."""
+    """Allocate the barriers of a ring. WRITERS commit each tile, and READERS release it."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -46,7 +46,7 @@ def make_barriers(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.const
 
 @gluon.jit
 def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr = 2):
-    """A ring for boxes of ``desc``, which :func:`fill` copies."""
+    """Allocate a ring for blocks of ``desc``, which :func:`fill` copies."""
     shape: gl.constexpr = [STAGES] + desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
     tiles = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full, empty = make_barriers(STAGES, 1, READERS)
@@ -80,34 +80,40 @@ def release(ring, n):
 
 
 @gluon.jit
-def as_rows(box):
-    """A five-dimensional box of rows in shared memory, as ``[rows, width]``."""
-    return box.reshape([box.shape[2], box.shape[4]])
+def as_rows(block):
+    """View a block of :func:`jagged_rows` in shared memory as ``[rows, width]``."""
+    return block.reshape([block.shape[2], block.shape[4]])
 
 
 @gluon.jit
 def rows(ring, n):
-    """Tile ``n`` of a ring, ``[rows, width]``."""
+    """Return tile ``n`` of a ring, ``[rows, width]``, without waiting."""
     return as_rows(ring.tiles.index(n % ring.full.shape[0]))
 
 
 @gluon.jit
 def read(ring, n):
-    """Consumer: tile ``n`` of a ring, ``[rows, width]``, once it has arrived."""
+    """Consumer: wait for tile ``n`` of a ring and return it, ``[rows, width]``."""
     wait_full(ring, n)
     return rows(ring, n)
 
 
 @gluon.jit
 def copy_in(desc, end, remaining, head, barrier, tile, pred=True):
-    """If ``pred``, start to copy the box from ``remaining`` rows before ``end`` on to ``tile``."""
+    """Start to copy rows to ``tile``, from row ``end - remaining`` on, if ``pred``.
+
+    ``end`` is the end of the sample. Rows beyond it arrive as zeros.
+    """
     coordinates = [END, end, END - remaining, head, 0]
     tma.async_copy_global_to_shared(desc, coordinates, barrier, tile, pred)
 
 
 @gluon.jit
 def copy_out(desc, end, remaining, head, tile, column=0):
-    """Start to copy ``tile`` to the box that :func:`copy_in` would read, from ``column`` on."""
+    """Start to copy ``tile`` to rows from ``end - remaining`` on, columns from ``column`` on.
+
+    Rows beyond ``end`` are not written.
+    """
     tma.async_copy_shared_to_global(desc, [END, end, END - remaining, head, column], tile)
 
 
@@ -115,7 +121,7 @@ def copy_out(desc, end, remaining, head, tile, column=0):
 def fill(ring, n, desc, end, remaining, head, MORE_BYTES: gl.constexpr = 0):
     """Producer: start to copy tile ``n`` of a ring, see :func:`copy_in`.
 
-    MORE_BYTES of other copies arrive at the same barrier.
+    MORE_BYTES are the bytes of other copies that arrive at the same barrier.
     """
     stage = n % ring.full.shape[0]
     full = ring.full.index(stage)
@@ -126,8 +132,8 @@ def fill(ring, n, desc, end, remaining, head, MORE_BYTES: gl.constexpr = 0):
 _SWIZZLED = gl.NVMMASharedLayout(128, 16, rank=5)
 
 
-def is_addressable(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator can address rows of ``[L, H, D]``."""
+def is_tma_compatible(x: Tensor) -> bool:
+    """Return whether :func:`jagged_rows` supports ``x`` ``[L, H, D]``."""
     rows, heads, width = x.shape
     stride = x.stride(0)
     aligned = x.data_ptr() % 16 == 0 and stride % 8 == 0 and width % 8 == 0
@@ -135,23 +141,24 @@ def is_addressable(x: Tensor) -> bool:
 
 
 class Descriptor(TensorDescriptor):
-    """A descriptor without checks of its fields, which take longer than the rest of a launch."""
+    """A descriptor without checks of its fields, which would take most of the time of a launch."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def jagged_rows(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Boxes of ``rows`` of one head of ``x`` ``[L, H, D]`` that are cut off where a sample ends.
+    """Return a descriptor of blocks of ``rows`` of one head of ``x`` ``[L, H, D]``.
 
-    The row ``j`` rows before ``end``, the end of its sample, has the coordinates
-    ``(END, end, END - j)``: the bound of the third dimension is END, so that rows from ``end`` on
-    are out of bounds. With a stride of ``s`` elements between rows, that of the first dimension is
-    ``2^34 - s``, so that the address is ``2^64 + s · (end - j)`` elements; 2^64 wraps to zero.
+    A block never extends beyond the end of its sample: copies clip it there. Row ``end - j`` has
+    the coordinates ``(END, end, END - j)``, where ``end`` is the end of the sample. The third
+    dimension has the size END, so rows from ``end`` on are out of bounds. With a stride of ``s``
+    elements between rows, the stride of the first dimension is ``2^34 - s``. So the address is
+    ``2^64 + s · (end - j)`` elements, and 2^64 wraps to zero.
     """
     s = x.stride(0)
-    endless = 2**31 - 2**16
-    _, heads, of_head = x.shape
-    shape = [endless, endless, END.value, heads, of_head]
-    strides = [2**34 - s, s, s, of_head, 1]
+    unbounded = 2**31 - 2**16
+    _, heads, head_dim = x.shape
+    shape = [unbounded, unbounded, END.value, heads, head_dim]
+    strides = [2**34 - s, s, s, head_dim, 1]
     return Descriptor(x, shape, strides, [1, 1, rows, 1, width], _SWIZZLED)
