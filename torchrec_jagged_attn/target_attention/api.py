@@ -96,7 +96,7 @@ def jagged_target_attention(
         history: ``[N, D]`` rows of all samples, one sample after the other; dtype of ``query``.
         offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
-        query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
+        query_offsets: ``[B + 1]`` int32 or int64, likewise for the rows of a jagged ``query``.
         indices: ``[N]`` int32 or int64, gather indices into ``history``, then ``[U, D]``. Biases,
             times, prior weights and dropout belong to the ``N`` positions, not to its rows.
         bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
@@ -132,8 +132,8 @@ def jagged_target_attention(
     Raises:
         TypeError: a dtype does not fit.
         ValueError: shapes or devices do not match, ``dropout`` is not in [0, 1), or (on a CPU, or
-            under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets, indices, bytes or
-            prior weights are invalid.
+            under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets, indices, packed
+            codes or prior weights are invalid.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:

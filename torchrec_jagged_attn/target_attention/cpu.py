@@ -38,7 +38,8 @@ def backward(
 ) -> TargetGradients:
     """Return the gradients, with prior weights the gradients of their logarithms, ``[N, H]``.
 
-    The gradients of the bias and of the history are always computed, except for packed codes.
+    The gradient of the bias is always computed, and the gradient of the history except for packed
+    codes.
     """
     if grad_lse is not None:
         grad_lse = grad_lse.masked_fill(outputs.stats[1] == 0, 0).flatten(0, -2)

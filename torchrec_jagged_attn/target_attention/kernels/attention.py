@@ -90,7 +90,7 @@ _warpgroup_backward = Launcher(warpgroup_backward.backward_kernel)
 
 
 def forward(args: TargetArguments) -> TargetOutputs:
-    """Attend."""
+    """Return the outputs of attention."""
     outputs = new_outputs(args)
     out, residual, stats = outputs
     if out.numel() == 0:
@@ -400,15 +400,13 @@ def _tma_descriptor(x: Tensor, plan: Plan) -> TensorDescriptor:
 
 
 def _order_of_programs(launch: _Launch) -> tuple[int, int]:
-    """Return how many programs compute the first samples, and how many then partial results."""
+    """Return the number of programs of the first samples, and of partial results after them."""
     first = {
         "one_warp": warp_common.PROGRAMS.value,
         "warpgroup": warpgroup_common.PROGRAMS.value,
         "general": 0,
     }
-    if (
-        launch.plan.variant not in first
-    ):  # in few_warps, the programs of samples and partial results alternate
+    if launch.plan.variant not in first:  # few_warps distributes partial results among samples
         return 0, 0
     return min(launch.num_samples, first[launch.plan.variant]), launch.num_partials
 

@@ -85,8 +85,8 @@ def _store_table(
 ):
     """Store ``[buckets, H]``: ``BLOCKS`` blocks from FIRST on, summed over the rows of each head.
 
-    Which rows of a lane are of a head is known at compile time: sums need no exchange between lanes
-    and no masked additions.
+    The head of each row in a lane is known at compile time, so that sums need neither exchanges
+    between lanes nor masked additions.
     """
     layout: gl.constexpr = _column_layout(table.shape[1], gl.num_warps())
     r = gl.arange(0, table.shape[1], gl.SliceLayout(1, layout))

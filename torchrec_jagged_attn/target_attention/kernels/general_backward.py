@@ -61,10 +61,10 @@ class Queries(NamedTuple):
 
 @triton.jit
 def _load_grad_lse(outputs, rows, inverse):
-    """Gradients of log-sum-exps of ``rows``, zero if no history row is visible (``inverse`` is
-    zero); None without them.
+    """Gradients of log-sum-exps of ``rows``, or None; zero if no history row is visible, when
+    ``inverse`` is zero.
 
-    It is returned alone: a tuple that holds None cannot be, in Triton 3.6.
+    Triton 3.6 cannot return None in a tuple, so there is a function for these alone.
     """
     grad_lse = None
     if outputs.grad_lse is not None:

@@ -283,9 +283,8 @@ def combine_rows_kernel(
     num_rows,
     C: tl.constexpr,  # Constants
 ):
-    """Sum the partial results of a row of several chunks.
-
-    The program with the index of its second partial result does so.
+    """Sum the partial results of each row of several chunks, in the program whose index is the
+    row's second partial result.
     """
     partial = tl.program_id(0).to(tl.int64)
     row = _row_at(sorted_indices, indices_ptr, partial * C.CHUNK)

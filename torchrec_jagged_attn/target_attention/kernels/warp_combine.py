@@ -44,7 +44,7 @@ def _columns_at_once(rows, width, warps):
 def is_last_chunk(samples, num_partials, chunk):
     """Whether all other chunks of the sample have been stored.
 
-    This program may differ from call to call: results must not depend on it.
+    The last program may differ from call to call, so results must not depend on it.
     """
     thread_barrier()  # the stores of all lanes precede the atomic of lane 0
     counter_ptr = samples.schedule + num_partials + chunk.first_partial
@@ -79,7 +79,7 @@ def load_stats(outputs, num_rows, row, r, count):
 def load_grad_lse(outputs, row, r, inverse):
     """Gradients of log-sum-exps of the query rows ``r``, zero if no row is visible; or None.
 
-    It is returned alone: a tuple that holds None cannot be, in Triton 3.6.
+    Triton 3.6 cannot return None in a tuple, so there is a function for these alone.
     """
     grad_lse = None
     if outputs.grad_lse is not None:
