@@ -260,22 +260,22 @@ def _attend_in_steps(
     # On the owner rank: samples and queries of all source ranks.
     num_heads, head_dim = projections.key.shape[:2]
     with autocast_off(owned.rows):
-        absorbed = absorb_keys(get_q(), projections.key).to(owned.rows.dtype)
-        pooled, lse = _attend(absorbed, counts, owned, biases, options, head_dim**-0.5)
+        absorbed_query = absorb_keys(get_q(), projections.key).to(owned.rows.dtype)
+        pooled, lse = _attend(absorbed_query, counts, owned, biases, options, head_dim**-0.5)
         values = project_values(pooled.to(dtype), projections.value)
-        sums = torch.promote_types(values.dtype, torch.float32)
-        parts = torch.cat([values.to(sums), lse.to(sums)], dim=1)
+        sum_dtype = torch.promote_types(values.dtype, torch.float32)
+        results = torch.cat([values.to(sum_dtype), lse.to(sum_dtype)], dim=1)
 
         # On the source rank: local queries.
-        parts = queries.from_owners(parts)
+        results = queries.from_owners(results)
         if missing:
-            parts = parts[:, :num_queries]
-        values, lse = parts.split([num_heads * head_dim, lse.shape[1]], dim=2)
+            results = results[:, :num_queries]
+        values, lse = results.split([num_heads * head_dim, lse.shape[1]], dim=2)
         if options.score == "softmax":
             # Finite, so that the softmax is finite even if no owner rank has a visible row.
-            least = torch.finfo(sums).min
-            shares = torch.softmax(F.threshold(lse, least, least), 0).unsqueeze(-1)
-            values = (values.unflatten(2, (num_heads, head_dim)) * shares).flatten(2)
+            least = torch.finfo(sum_dtype).min
+            rank_weights = torch.softmax(F.threshold(lse, least, least), 0).unsqueeze(-1)
+            values = (values.unflatten(2, (num_heads, head_dim)) * rank_weights).flatten(2)
             has_rows = lse.amax((0, 2)) != -torch.inf
         else:
             has_rows = has_history(history.offsets(), None, query_offsets, num_queries)

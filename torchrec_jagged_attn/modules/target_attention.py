@@ -93,21 +93,20 @@ class JaggedTargetAttention(nn.Module):
             ``"sigmoid"``, see :func:`jagged_target_attention`. With the latter two, outputs grow
             with the length of the history, the value bias is added once to the output rather than
             once per row, keys have no bias, and ``prior_weights`` are not supported.
-        value_projection: whether values and outputs are projected. If not, which needs ``D = E``,
-            the output of a head is its ``E / H`` columns of the weighted sum of rows, as if both
-            projections were the identity; an empty history gives zeros. The parameters are then
-            ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``,
+        value_projection: whether values and outputs are projected. If False, which requires
+            ``D = E``, the output of a head is its ``E / H`` columns of the weighted sum of rows, as
+            if both projections were the identity; an empty history gives zeros. The parameters are
+            then ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``,
             ``in_proj_bias`` ``[E]`` of queries. ``None``, the default, projects if ``D`` is not
             ``E``, if ``init="mha"``, or if ``history_codes`` are given.
         dropout: probability, while training, that a weight of a target, head and row is set to
             zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
             The bias of values is still added once.
-        history_codes: experimental: how the history is packed. Its values are then ``[N,
-            num_bytes]`` uint8 of :class:`PackedCodes`. With a :class:`DiscretePCA`, rows are what
-            it decodes codes to, of width ``D``; its basis and mean are absorbed like the
-            projections, and copied to parameters if they are trainable, else to buffers. With
-            :class:`PackedCodes`, rows are the ``D`` codes. Projections are always absorbed, and
-            values are projected.
+        history_codes: experimental: the format of a packed history. Its values are then ``[N,
+            num_bytes]`` uint8 of :class:`PackedCodes`. With a :class:`DiscretePCA`, the rows are
+            decoded codes of width ``D``; its basis and mean are absorbed like the projections, and
+            copied to parameters if they are trainable, else to buffers. With :class:`PackedCodes`,
+            the rows are the ``D`` codes. Projections are always absorbed, and values are projected.
         device, dtype: of the parameters.
 
     Raises:
@@ -538,20 +537,22 @@ def _attend_to_rows(
         values = _attend_to_keys(q, shape, target_offsets, rows, offsets, projections, biases)
         values = values.to(dtype)
     else:
-        absorbed = absorb_keys(q, projections.key)
+        absorbed_query = absorb_keys(q, projections.key)
         if options.num_levels == 0:
-            absorbed = absorbed.to(rows.dtype)
-        by_sample = absorbed
+            absorbed_query = absorbed_query.to(rows.dtype)
+        query = absorbed_query
         if target_offsets is None:
             num_targets = shape[1] if len(shape) > 1 else 1
-            by_sample = absorbed.view(shape[0], num_targets, absorbed.shape[1], absorbed.shape[2])
+            query = absorbed_query.view(
+                shape[0], num_targets, absorbed_query.shape[1], absorbed_query.shape[2]
+            )
         pooled = _target_attention(
-            by_sample, rows, offsets, target_offsets, indices, biases.bias, biases.position_bias,
+            query, rows, offsets, target_offsets, indices, biases.bias, biases.position_bias,
             biases.age_bias, biases.timestamps, biases.request_time, biases.dropout, None, None,
             (q.shape[1] // options.num_heads) ** -0.5, options.score,
             options.num_levels, torch.is_grad_enabled(),
         )[0]  # fmt: skip
-        values = project_values(pooled.view(absorbed.shape).to(dtype), projections.value)
+        values = project_values(pooled.view(absorbed_query.shape).to(dtype), projections.value)
     has_rows: Tensor | None = None
     if projections.value_bias is not None:
         has_rows = has_history(offsets, biases.bias, target_offsets, q.shape[0])
