@@ -3,9 +3,10 @@
 The *source rank* of a sample is the rank whose batch contains it, the *owner rank* of a row the
 rank whose shard contains it. Source ranks send queries ``[E]`` to all owner ranks. Owner ranks
 compute attention over their rows of each sample, and return the outputs and the log-sum-exps of the
-scores. Source ranks add up the outputs, in the order of the ranks, weighted by the softmax of the
+scores. Source ranks sum the outputs, in the order of the ranks, weighted by the softmax of the
 log-sum-exps: the output over the whole history. Backward reverses these steps, and gradients of
-rows remain on their owner ranks. How much is sent does not depend on the lengths of histories.
+rows remain on their owner ranks. The number of bytes sent does not depend on the lengths of
+histories.
 
 All sizes and splits are known to the host without reading lengths, so that a CUDA graph can capture
 these steps. Rows behind the last sample are ignored.
@@ -45,15 +46,15 @@ from torchrec_jagged_attn.target_attention.arguments import TargetArguments
 
 
 class OwnedRows(NamedTuple):
-    """History rows on this rank, of the samples of all ranks, by source rank."""
+    """History rows on this rank, for the samples of all ranks, grouped by source rank."""
 
     rows: Tensor  # [N', D]; their gradient goes to the table
-    lengths: Tensor  # [S] int64, how many of them each sample has
-    positions: Tensor  # [N'] int64, of each row in its whole history, where -1 is the newest
+    lengths: Tensor  # [S] int64, their number for each sample
+    positions: Tensor  # [N'] int64, of each row in its whole history; the newest row has -1
     ages: Tensor | None  # [N'] int64
     prior_weights: Tensor | None  # [N']
     samples_per_rank: list[int]  # of each source rank
-    owners: list[int]  # the ranks that have rows of the table; others have no sample here
+    owners: list[int]  # the ranks that have rows of the table; on other ranks, S is 0
     group: dist.ProcessGroup
     # With jagged queries, their number on each source rank. By default it is gathered in each call;
     # an empty list is filled in the first one.
@@ -61,8 +62,8 @@ class OwnedRows(NamedTuple):
 
 
 class RemoteHistory(JaggedTensor):
-    """A history whose rows are on their owner ranks. ``values()`` is a NaN placeholder ``[N, D]``,
-    one expanded scalar; ``owned`` are this rank's rows of the histories of all ranks.
+    """History whose rows are on their owner ranks. ``values()`` is a NaN placeholder ``[N, D]``
+    (one expanded scalar). ``owned`` holds this rank's rows of the histories of all ranks.
     """
 
     def __init__(self, lengths: Tensor, num_rows: int, owned: OwnedRows) -> None:
@@ -73,14 +74,14 @@ class RemoteHistory(JaggedTensor):
         self.owned = owned
 
     def without_samples(self) -> RemoteHistory:
-        """A copy with zero samples. Owner ranks still have an empty one, because TorchRec cannot
+        """Copy with zero samples. Owner ranks still have one empty sample, because TorchRec cannot
         look up an empty batch.
         """
         return RemoteHistory(self.lengths()[:0], 0, self.owned)
 
 
 class _Transfer:
-    """All-to-alls, one at a time, encoded by ``codecs``: of values, later of their gradients."""
+    """All-to-alls of values and later of their gradients, one at a time, encoded by ``codecs``."""
 
     def __init__(self, group: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
         self._group, self._codecs = group, codecs
@@ -113,7 +114,7 @@ class _Transfer:
 
 
 class _Start(torch.autograd.Function):
-    """Starts a transfer. Gradients are waited for here."""
+    """Starts a transfer. Backward waits for the transfer of gradients."""
 
     @staticmethod
     def forward(ctx, x, transfer, received, sent):
@@ -127,7 +128,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Waits for a transfer. That of gradients starts here."""
+    """Waits for a transfer. Backward starts the transfer of gradients."""
 
     @staticmethod
     def forward(ctx, _, transfer, received, sent):
@@ -147,8 +148,9 @@ def start_exchange(
     group: dist.ProcessGroup,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Callable[[], Tensor]:
-    """Start an all-to-all of ``sent[r]`` rows to each rank ``r`` and ``received[r]`` from it, in
-    their order; and of gradients the other way. Returns a function that waits for the result.
+    """Start an all-to-all of ``sent[r]`` rows to each rank ``r`` and ``received[r]`` rows from it,
+    in the order of ranks. Backward sends gradients in the other direction. Returns a function that
+    waits for the result.
     """
     transfer = _Transfer(group, codecs)
     started = _Start.apply(x, transfer, received, sent)
@@ -168,23 +170,23 @@ class _Splits(NamedTuple):
 
     @property
     def recv_splits(self) -> list[int]:
-        """Received by this rank from each source rank: none, unless it is an owner rank."""
+        """Rows received from each source rank: zero, unless this rank is an owner rank."""
         return self.counts if self.group.rank() in self.owners else [0] * len(self.counts)
 
     @property
     def send_splits(self) -> list[int]:
-        """Sent by this source rank to each rank."""
+        """Rows sent to each rank."""
         return [self.local_count if rank in self.owners else 0 for rank in range(len(self.counts))]
 
     def to_owners(self, x: Tensor) -> Callable[[], Tensor]:
         """Send ``x`` ``[local_count, …]`` to every owner rank. Returns a function that waits for
-        what was received, concatenated over source ranks.
+        the rows received, concatenated over source ranks.
         """
         copies = x.expand(len(self.owners), *x.shape).flatten(0, 1)
         return start_exchange(copies, self.recv_splits, self.send_splits, self.group)
 
     def from_owners(self, x: Tensor) -> Tensor:
-        """Send results back: ``[owners, local_count, …]``, of each owner rank."""
+        """Send results back. Returns ``[owners, local_count, …]`` of this source rank."""
         out = start_exchange(x, self.send_splits, self.recv_splits, self.group)()
         return out.view(len(self.owners), self.local_count, *x.shape[1:])
 
@@ -199,12 +201,12 @@ class _Attention(LazyAwaitable[Tensor]):
 
     @torch.compiler.disable()
     def _wait_impl(self) -> Tensor:
-        if self._result is None:  # else a hook has looked at it
+        if self._result is None:  # else a hook has already read it
             (self._result,) = self._steps
         return self._result
 
 
-@torch.compiler.disable()  # a compiled model breaks its graph here: ranks talk to each other
+@torch.compiler.disable()  # a graph break, because ranks communicate
 def attend_at_owners(
     query: Tensor,
     query_offsets: Tensor | None,
@@ -214,17 +216,17 @@ def attend_at_owners(
     options: Options,
     dtype: torch.dtype,
 ) -> LazyAwaitable[Tensor]:
-    """``JaggedTargetAttention.forward`` on the owner ranks: ``[B, E]`` of a query ``[B, C]``, or
-    ``[ΣT, E]`` of ``[ΣT, C]`` with offsets ``[B + 1]``; products and output are of ``dtype``.
+    """Compute ``JaggedTargetAttention.forward`` on the owner ranks, in ``dtype``: the output
+    ``[B, E]`` for a query ``[B, C]``, or ``[ΣT, E]`` for ``[ΣT, C]`` with offsets ``[B + 1]``.
 
-    Queries are sent at once. All else is computed when the output is waited for, which all ranks
-    must do in the same order for several attentions.
+    Queries are sent at once. Everything else is computed when the output is waited for. All ranks
+    must wait for the outputs of several attentions in the same order.
     """
     if history.values().requires_grad:
         raise NotImplementedError(
-            "rows of histories that stay with HistoryEmbeddingCollectionSharder must be trained in "
-            "loss.backward(), got histories that were detached, as TrainPipelineSemiSync does: use "
-            "TrainPipelineSparseDist"
+            "rows of histories that HistoryEmbeddingCollectionSharder leaves on other ranks must "
+            "be trained in loss.backward(), got histories that were detached, as by "
+            "TrainPipelineSemiSync: use TrainPipelineSparseDist"
         )
     steps = _attend_in_steps(query, query_offsets, history, weights, biases, options, dtype)
     return _Attention(steps)
@@ -239,10 +241,10 @@ def _attend_in_steps(
     options: Options,
     dtype: torch.dtype,
 ) -> Iterator[Tensor]:
-    """See :func:`attend_at_owners`: yields once when queries are sent, and then the output."""
+    """See :func:`attend_at_owners`. Yields once after queries are sent, and then the output."""
     owned, num_queries = history.owned, query.shape[0]
     samples = queries = _Splits(owned.samples_per_rank, owned.owners, owned.group)
-    missing = samples.local_count - history.lengths().shape[0]  # one, if there is no sample
+    missing = samples.local_count - history.lengths().shape[0]  # 1 if there is no sample, else 0
     counts = None
     if query_offsets is None:
         query = F.pad(query, (0, 0, 0, missing)) if missing else query
@@ -255,25 +257,25 @@ def _attend_in_steps(
         get_q = queries.to_owners(q)
     yield query
 
-    # On the owner rank: of the samples and queries of all source ranks.
+    # On the owner rank: samples and queries of all source ranks.
     num_heads, head_dim = projections.key.shape[:2]
     with autocast_off(owned.rows):
-        absorbed = absorb_keys(get_q(), projections.key).to(owned.rows.dtype)
-        pooled, lse = _attend(absorbed, counts, owned, biases, options, head_dim**-0.5)
+        absorbed_query = absorb_keys(get_q(), projections.key).to(owned.rows.dtype)
+        pooled, lse = _attend(absorbed_query, counts, owned, biases, options, head_dim**-0.5)
         values = project_values(pooled.to(dtype), projections.value)
-        sums = torch.promote_types(values.dtype, torch.float32)
-        parts = torch.cat([values.to(sums), lse.to(sums)], dim=1)
+        sum_dtype = torch.promote_types(values.dtype, torch.float32)
+        results = torch.cat([values.to(sum_dtype), lse.to(sum_dtype)], dim=1)
 
-        # On the source rank: of its own queries.
-        parts = queries.from_owners(parts)
+        # On the source rank: local queries.
+        results = queries.from_owners(results)
         if missing:
-            parts = parts[:, :num_queries]
-        values, lse = parts.split([num_heads * head_dim, lse.shape[1]], dim=2)
+            results = results[:, :num_queries]
+        values, lse = results.split([num_heads * head_dim, lse.shape[1]], dim=2)
         if options.score == "softmax":
-            # Of finite logarithms the softmax is finite, too, where no owner has a row that counts.
-            least = torch.finfo(sums).min
-            shares = torch.softmax(F.threshold(lse, least, least), 0).unsqueeze(-1)
-            values = (values.unflatten(2, (num_heads, head_dim)) * shares).flatten(2)
+            # Finite, so that the softmax is finite even if no owner rank has a visible row.
+            least = torch.finfo(sum_dtype).min
+            rank_weights = torch.softmax(F.threshold(lse, least, least), 0).unsqueeze(-1)
+            values = (values.unflatten(2, (num_heads, head_dim)) * rank_weights).flatten(2)
             has_rows = lse.amax((0, 2)) != -torch.inf
         else:
             has_rows = has_history(history.offsets(), None, query_offsets, num_queries)
@@ -282,7 +284,7 @@ def _attend_in_steps(
 
 
 def _queries_per_rank(query: Tensor, owned: OwnedRows) -> list[int]:
-    """The number of queries of each rank, gathered unless it is known."""
+    """Return the number of queries of each rank, gathered unless it is known."""
     known = owned.queries_per_rank
     if known:
         return known
@@ -295,22 +297,23 @@ def _queries_per_rank(query: Tensor, owned: OwnedRows) -> list[int]:
 
 
 def _attend(
-    u: Tensor,
+    absorbed_query: Tensor,
     counts: Tensor | None,
     owned: OwnedRows,
     biases: Biases,
     options: Options,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``[R, H, D]`` of queries ``u`` (``[R, H, D]``; ``counts [S]`` of each sample, if not one)
-    over the rows of this rank, and log-sum-exps ``[R, H]``; without a softmax, ``[R, 0]``.
+    """Attend from queries ``[R, H, D]`` to the rows of this rank.
 
-    Each rank draws its own seeds: no other has its rows.
+    ``counts`` ``[S]`` are the numbers of queries of samples, by default one. Returns outputs
+    ``[R, H, D]`` and log-sum-exps ``[R, H]`` or, without a softmax, ``[R, 0]``. Each rank draws its
+    own dropout seed, since no other rank has its rows.
     """
     offsets = _offsets(owned.lengths)
     zeros = torch.zeros_like(owned.lengths)
     args = TargetArguments(
-        query=u.unsqueeze(1) if counts is None else u,
+        query=absorbed_query.unsqueeze(1) if counts is None else absorbed_query,
         history=owned.rows,
         offsets=offsets,
         query_offsets=None if counts is None else _offsets(counts),
@@ -321,7 +324,7 @@ def _attend(
             biases.age_bias,
             timestamps=None if owned.ages is None else -owned.ages,
             request_time=None if owned.ages is None else zeros,
-            dropout=draw_dropout(options.weight_drops, u.device),
+            dropout=draw_dropout(options.dropout_threshold, absorbed_query.device),
         ),
         row_numbers=owned.positions,
         row_number_ends=zeros,
@@ -332,8 +335,9 @@ def _attend(
     )
     if options.score == "softmax":
         out, lse = target_attention_with_lse(args)
-        return out.view(u.shape), lse.view(u.shape[:2])
-    return call_target_attention(*flatten(args)).view(u.shape), u.new_empty(u.shape[0], 0)
+        return out.view(absorbed_query.shape), lse.view(absorbed_query.shape[:2])
+    out = call_target_attention(*flatten(args)).view(absorbed_query.shape)
+    return out, out.new_empty(out.shape[0], 0)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear projections of ``JaggedTargetAttention``, and where they are applied.
+"""Linear projections of ``JaggedTargetAttention``: absorbed, or as materialized keys and values.
 
 With ``R`` targets ``[R, C]`` in all, and ``W_K,h`` ``[E / H, D]`` the rows of ``W_K`` of head
 ``h``, the projections of keys and values are absorbed: they are applied to queries and pooled rows,
@@ -20,7 +20,6 @@ attends to them. With ``T`` targets per sample, each history row then takes
     forward     4·T·H·D           4·T·E + 4·D·E             FLOPs
     backward    14·T·H·D          14·T·E + 12·D·E           FLOPs
     together    3·D               4·D + 16·E                elements moved
-
 """
 
 # torch.jit.script reads annotations of records and functions, so they are no strings here.
@@ -59,7 +58,7 @@ class Projections(NamedTuple):
 def split_projections(
     weights: ProjectionWeights, num_heads: int, dtype: torch.dtype
 ) -> Projections:
-    """Return the weights of each projection in ``dtype``, those of keys and values by head."""
+    """Return the weights of each projection in ``dtype``, with keys and values divided by head."""
     w_q, w_k, w_v, b_q, w_out, b_out = weights
     b_v: Tensor | None = None
     if w_k is None:
@@ -123,7 +122,7 @@ def has_history(
         num_targets = num_queries // num_samples if num_samples > 0 else 0
         return has_rows.unsqueeze(1).expand(-1, num_targets).flatten()
     rows = torch.arange(num_queries, device=offsets.device)
-    # Queries behind the last offset count as those of a further sample, without a history.
+    # Queries behind the last offset belong to a further sample without a history.
     samples = torch.bucketize(rows, query_offsets[1:].contiguous(), right=True)
     return F.pad(has_rows, (0, 1))[samples]
 
@@ -141,26 +140,27 @@ def is_materialized(
     keys_and_values: str,
     max_head_dim: int = MAX_WIDTH,
 ) -> bool:
-    """Return whether keys and values of all history rows are computed, for targets of a ``shape``
+    """Return whether keys and values of all history rows are materialized, for targets of ``shape``
     ``[B]``, ``[B, T]`` or, if they are jagged, ``[ΣT]``.
 
-    Flash attention needs a softmax, rows that are no packed codes, and heads of up to 512 columns.
-    ``"auto"`` then compares the two columns at the top of this file, which depend on shapes alone;
-    of targets ``[B, T, C]`` not on ``B``, so that compiled and exported code holds for any ``B``.
+    Flash attention requires a softmax, rows without packed codes, and heads of up to 512 columns.
+    ``"auto"`` then compares the costs at the top of this file, which depend on shapes alone. For
+    targets ``[B, T, C]`` they do not depend on ``B``, so that compiled and exported code is valid
+    for any ``B``.
     """
     if score != "softmax" or num_levels > 0 or embed_dim // num_heads > max_head_dim:
         return False
     if keys_and_values != "auto":
         return keys_and_values == "materialized"
-    # FLOPs that take as long as moving an element, and FLOPs of attention over keys that take as
-    # long as one over raw rows, which for many targets runs on slower kernels. On CUDA for an H200:
-    # 250 TFLOP/s in 16 bits and 32 in fp32, 4 TB/s; on a CPU measured for histories of 100 rows.
+    # FLOPs in the time of moving an element; and FLOPs of attention over keys in the time of one
+    # FLOP over raw rows, whose kernels are slower for many targets. On CUDA for an H200 with 250
+    # TFLOP/s in 16 bits, 32 in fp32, and 4 TB/s; on a CPU measured for histories of 100 rows.
     flops_per_element, flops_of_absorbed, queries_to_fill = 28.0, 1.0, 0
     if history.is_cuda:
         flops_per_element, flops_of_absorbed = 32.0, 4.5
         if history.element_size() == 2:
             flops_per_element, flops_of_absorbed = 128.0, 3.5
-        queries_to_fill = 8192  # fewer (targets times heads) take as long over keys
+        queries_to_fill = 8192  # targets × heads; over keys, fewer queries take as long
     num_samples, num_targets, num_to_fill = 1, 1, 0
     if is_jagged:
         num_samples, num_targets = offsets.shape[0] - 1, shape[0]
@@ -168,7 +168,7 @@ def is_materialized(
     elif len(shape) > 1:
         num_targets = shape[1]
     history_dim = history.shape[1]
-    flops, elements = (16, 16) if has_value_projection else (8, 13)  # without one, of keys alone
+    flops, elements = (16, 16) if has_value_projection else (8, 13)  # (8, 13): keys alone
     moved = history_dim + elements * embed_dim
     per_row = flops * history_dim * embed_dim + moved * flops_per_element
     absorbed = int(18 * flops_of_absorbed) * num_targets * num_heads * history_dim

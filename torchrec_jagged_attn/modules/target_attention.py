@@ -92,21 +92,20 @@ class JaggedTargetAttention(nn.Module):
             ``"sigmoid"``, see :func:`jagged_target_attention`. With the latter two, outputs grow
             with the length of the history, the value bias is added once to the output rather than
             once per row, keys have no bias, and ``prior_weights`` are not supported.
-        value_projection: whether values and outputs are projected. If not, which needs ``D = E``,
-            the output of a head is its ``E / H`` columns of the weighted sum of rows, as if both
-            projections were the identity; an empty history gives zeros. The parameters are then
-            ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``,
+        value_projection: whether values and outputs are projected. If False, which requires
+            ``D = E``, the output of a head is its ``E / H`` columns of the weighted sum of rows, as
+            if both projections were the identity; an empty history gives zeros. The parameters are
+            then ``q_proj_weight`` ``[E, C]``, ``k_proj_weight`` ``[E, E]`` and, with ``bias``,
             ``in_proj_bias`` ``[E]`` of queries. ``None``, the default, projects if ``D`` is not
             ``E``, if ``init="mha"``, or if ``history_codes`` are given.
         dropout: probability, while training, that a weight of a target, head and row is set to
             zero, as in ``torch.nn.MultiheadAttention``; the others are divided by ``1 - dropout``.
             The bias of values is still added once.
-        history_codes: experimental: how the history is packed. Its values are then ``[N,
-            num_bytes]`` uint8 of :class:`PackedCodes`. With a :class:`DiscretePCA`, rows are what
-            it decodes codes to, of width ``D``; its basis and mean are absorbed like the
-            projections, and copied to parameters if they are trainable, else to buffers. With
-            :class:`PackedCodes`, rows are the ``D`` codes. Projections are always absorbed, and
-            values are projected.
+        history_codes: experimental: the format of a packed history. Its values are then ``[N,
+            num_bytes]`` uint8 of :class:`PackedCodes`. With a :class:`DiscretePCA`, the rows are
+            decoded codes of width ``D``; its basis and mean are absorbed like the projections, and
+            copied to parameters if they are trainable, else to buffers. With :class:`PackedCodes`,
+            the rows are the ``D`` codes. Projections are always absorbed, and values are projected.
         device, dtype: of the parameters.
 
     Raises:
@@ -188,8 +187,8 @@ class JaggedTargetAttention(nn.Module):
         self.score = score
         self.value_projection = value_projection
         self.dropout = dropout
-        # An integer: compilers take a float for one that varies, and compile it twice.
-        self._weight_drops = drops_of(dropout, "dropout")
+        # An integer: torch.compile makes a float symbolic when it changes, and compiles again.
+        self._dropout_threshold = drops_of(dropout, "dropout")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -198,7 +197,8 @@ class JaggedTargetAttention(nn.Module):
         if history_codes is not None:
             ids = packed_codes_of(history_codes)
             self._num_levels, self._num_codes = ids.num_levels, ids.num_codes
-        self._codes: dict[str, Tensor] = {}  # as they were given
+        # Initial values of ``history_mean`` and ``history_basis``
+        self._codes: dict[str, Tensor] = {}
         for name in ("mean", "basis"):
             given = getattr(history_codes, name, None)
             copy = None
@@ -210,7 +210,7 @@ class JaggedTargetAttention(nn.Module):
             else:
                 self.register_buffer(f"history_{name}", copy.detach())
 
-        # Names, shapes and the two cases are those of torch.nn.MultiheadAttention.
+        # The same names, shapes and two cases as in torch.nn.MultiheadAttention.
         self.in_proj_weight = self.v_proj_weight = self.in_proj_bias = self.out_proj = None
         if value_projection and self.history_dim == self.target_dim == embed_dim:
             self.in_proj_weight = parameter(3 * embed_dim, embed_dim)
@@ -222,7 +222,8 @@ class JaggedTargetAttention(nn.Module):
         if bias:
             self.in_proj_bias = parameter((3 if value_projection else 1) * embed_dim)
         if value_projection:
-            # As there: its weight is read, so it must not be replaced by a quantized one.
+            # As in torch.nn.MultiheadAttention: dynamic quantization must not replace the layer,
+            # since its weight is read.
             self.out_proj = NonDynamicallyQuantizableLinear(
                 embed_dim, embed_dim, bias=bias, device=device, dtype=dtype
             )
@@ -232,7 +233,7 @@ class JaggedTargetAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set all parameters as ``init`` says, and those of codes as they were given."""
+        """Initialize parameters as ``init`` says, mean and basis from ``history_codes``."""
         with torch.no_grad():
             for name, value in self._codes.items():
                 getattr(self, f"history_{name}").copy_(value)
@@ -241,11 +242,11 @@ class JaggedTargetAttention(nn.Module):
         if self.in_proj_weight is not None:
             nn.init.xavier_uniform_(self.in_proj_weight)
         else:
-            # They start as where values are projected: of one width, as parts of one weight.
-            of_one = self.v_proj_weight is None and self.target_dim == self.embed_dim
+            # As with a value projection: weights of one width are parts of a single weight.
+            is_part = self.v_proj_weight is None and self.target_dim == self.embed_dim
             for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
                 if weight is not None:
-                    nn.init.xavier_uniform_(weight, 0.5**0.5 if of_one else 1.0)
+                    nn.init.xavier_uniform_(weight, 0.5**0.5 if is_part else 1.0)
         if self.init == "recency":
             queries = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
             nn.init.zeros_(queries[: self.embed_dim])
@@ -280,53 +281,52 @@ class JaggedTargetAttention(nn.Module):
                 read in their own dtype, also under autocast. Its weights are not read. With
                 ``history_codes``, values ``[N, num_bytes]`` uint8. Rows behind the last offset are
                 ignored; they must be finite where keys and values are materialized.
-            timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Integers or fp64:
-                fp32 holds today's Unix time to the nearest 128 seconds.
-            prior_weights: ``[N]``, by which attention weights are multiplied before they are
-                normalized, see :func:`jagged_target_attention`. Zero or less masks the row, which
-                still counts in positions and ages. A history with all rows masked is pooled as an
-                empty one.
-            indices: ``[N]`` int32 or int64 gather indices: which row of ``history.values()``, then
-                ``[U, D]``, is at each position. Rows are gathered in the kernels, forward and
-                backward, without a copy; only materialized keys and values use one, ``[N, D]``.
-                Lengths, timestamps and prior weights belong to positions.
-            request_time: ``[B]`` in the dtype of ``timestamps``, when each sample is scored: the
-                ages of its rows are counted from it, and are zero where rows are newer. By default
-                they are counted from the time of the newest row.
+            timestamps: ``[N]`` times of the rows, for ``age_bias=True`` only. Use integers or fp64:
+                fp32 rounds current Unix times to multiples of 128 seconds.
+            prior_weights: ``[N]`` factors of attention weights before normalization, see
+                :func:`jagged_target_attention`. Zero or less masks the row, which still counts in
+                positions and ages. A history with all rows masked is pooled like an empty history.
+            indices: ``[N]`` int32 or int64 gather indices into ``history.values()``, then
+                ``[U, D]``. The kernels gather rows without a copy, forward and backward; only
+                materialized keys and values need a copy, ``[N, D]``. Lengths, timestamps and prior
+                weights belong to positions, not to rows.
+            request_time: ``[B]`` in the dtype of ``timestamps``, the time when each sample is
+                scored. The ages of its rows are counted from it, and are zero for newer rows. By
+                default they are counted from the time of the newest row.
 
         Returns:
             One row per target: ``[B, E]``, ``[B, T, E]`` or ``[ΣT, E]``, in the dtype of the
             module's parameters, or of autocast, whatever dtypes target and history have.
 
         Raises:
-            TypeError: ``history`` is not a JaggedTensor, one of the two holds ids, not embeddings,
-                or a dtype does not fit.
-            ValueError: a shape or a device does not fit, timestamps are missing, or given to a
-                module that learns nothing from them; or (on CPU, or under
-                ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) offsets, indices or prior weights do not fit,
-                or timestamps decrease within a sample.
+            TypeError: ``history`` is not a JaggedTensor, ``target`` or ``history`` has ids instead
+                of embeddings, or a dtype does not fit.
+            ValueError: a shape or a device does not fit, timestamps are missing, or given without
+                ``age_bias``; or (on CPU, or under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values
+                of offsets, indices or prior weights are invalid, or timestamps decrease within a
+                sample.
 
         Example:
-            Both samples have the last row, which is there once:
+            Gather indices; both samples have the last row:
 
             >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2)
             >>> history = JaggedTensor(torch.randn(3, 8), lengths=torch.tensor([2, 3]))
             >>> attention(torch.randn(2, 8), history, indices=torch.tensor([0, 2, 1, 0, 2])).shape
             torch.Size([2, 8])
         """
-        # Variables: to read a module's attribute takes the host longer.
+        # Local variables, since attributes of modules are slow to read.
         recency_bias, in_weight, out_proj = self.recency_bias, self.in_proj_weight, self.out_proj
         position_bias = age_bias = None
         if recency_bias is not None:
             position_bias, age_bias = recency_bias.position_weight, recency_bias.age_weight
         if in_weight is not None:
-            of_inputs = (in_weight, None, None)
+            input_weights = (in_weight, None, None)
         else:
-            of_inputs = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            input_weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         out_weight = out_bias = None
         if out_proj is not None:
             out_weight, out_bias = out_proj.weight, out_proj.bias
-        weights = ProjectionWeights(*of_inputs, self.in_proj_bias, out_weight, out_bias)
+        weights = ProjectionWeights(*input_weights, self.in_proj_bias, out_weight, out_bias)
         biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
         return _attend(
             target, history, indices, weights, biases, self.history_basis, self.history_mean,
@@ -342,7 +342,7 @@ class JaggedTargetAttention(nn.Module):
             num_heads=self.num_heads,
             keys_and_values=self._keys_and_values,
             score=self.score,
-            weight_drops=self._weight_drops if self.training else 0,
+            dropout_threshold=self._dropout_threshold if self.training else 0,
         )
 
     @torch.no_grad()
@@ -356,9 +356,8 @@ class JaggedTargetAttention(nn.Module):
     ) -> JaggedTensor:
         """Return the attention weights of the rows of each history, by target and head.
 
-        Up to rounding, :meth:`forward` in eval mode sums up the rows with these weights.
-        They are computed in fp32, also under autocast (in fp64 for an fp64 history), and have no
-        gradient.
+        Up to rounding, :meth:`forward` in eval mode sums the rows with these weights. They are
+        computed in fp32, also under autocast (in fp64 for an fp64 history), and have no gradient.
 
         Args:
             target: ``[B, C]``, or ``[B, T, C]`` for ``T`` targets per sample.
@@ -366,12 +365,13 @@ class JaggedTargetAttention(nn.Module):
 
         Returns:
             ``[N, H]`` for ``target`` ``[B, C]``, else ``[N, T, H]``, with the lengths of
-            ``history`` and in its dtype; of packed codes, in that of the parameters.
+            ``history`` and in its dtype; with packed codes, in the dtype of the parameters.
 
         Raises:
-            TypeError: as in :meth:`forward`, and where ``target`` is a JaggedTensor.
+            TypeError: as in :meth:`forward`, or ``target`` is a JaggedTensor.
             ValueError: as in :meth:`forward`.
-            NotImplementedError: rows of ``history`` stay with a HistoryEmbeddingCollectionSharder.
+            NotImplementedError: HistoryEmbeddingCollectionSharder leaves the rows of ``history`` on
+                other ranks.
 
         Example:
             >>> attention = JaggedTargetAttention(embed_dim=8, num_heads=2, recency_bias=False)
@@ -387,9 +387,9 @@ class JaggedTargetAttention(nn.Module):
             raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
         if isinstance(history, RemoteHistory):
             raise NotImplementedError(
-                "history must have its rows on this rank, got one of those that stay with "
-                "HistoryEmbeddingCollectionSharder: give DistributedModelParallel an "
-                "EmbeddingCollectionSharder"
+                "history must have its rows on this rank, got one whose rows "
+                "HistoryEmbeddingCollectionSharder leaves on other ranks: give "
+                "DistributedModelParallel an EmbeddingCollectionSharder"
             )
         position_bias = age_bias = b_q = None
         if self.recency_bias is not None:
@@ -409,7 +409,7 @@ class JaggedTargetAttention(nn.Module):
                 rows, "history.values()", self._num_codes, self._num_levels, offsets
             )
             has_constant = self.score != "softmax"
-            w_k = _over_codes(w_k, self.history_basis, self.history_mean, has_constant)
+            w_k = _fold_decoder(w_k, self.history_basis, self.history_mean, has_constant)
             rows = unpack_codes(rows, self._num_codes, self._num_levels)
             rows = F.pad(rows.to(w_k.dtype), (0, 1), value=1.0)
         dtype = torch.promote_types(rows.dtype, torch.float32)
@@ -418,11 +418,13 @@ class JaggedTargetAttention(nn.Module):
         with autocast_off(rows):
             q = F.linear(target.to(dtype), w_q.to(dtype), b_q)
             by_head = w_k.to(dtype).view(self.num_heads, self.head_dim, rows.shape[1])
-            u = torch.einsum("...he,hed->...hd", q.unflatten(-1, by_head.shape[:2]), by_head)
+            q = q.unflatten(-1, by_head.shape[:2])
+            absorbed_query = torch.einsum("...he,hed->...hd", q, by_head)
+            if target.dim() == 2:
+                absorbed_query = absorbed_query.unsqueeze(1)
             weights = attention_weights(
-                u.unsqueeze(1) if target.dim() == 2 else u, rows.to(dtype), offsets, biases,
-                self.head_dim**-0.5, self.score,
-            ).to(rows.dtype)  # fmt: skip
+                absorbed_query, rows.to(dtype), offsets, biases, self.head_dim**-0.5, self.score
+            ).to(rows.dtype)
         return JaggedTensor(
             weights.squeeze(1) if target.dim() == 2 else weights,
             lengths=history.lengths(),
@@ -444,7 +446,7 @@ class JaggedTargetAttention(nn.Module):
         )
 
 
-@torch.fx.wrap  # what branches on the batch is a leaf for FX; torch.jit.script takes it
+@torch.fx.wrap  # a leaf for FX, since it branches on the batch; torch.jit.script compiles it
 def _attend(
     target: Tensor | JaggedTensor,
     history: JaggedTensor,
@@ -455,7 +457,7 @@ def _attend(
     mean: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """``JaggedTargetAttention.forward`` with all it reads as arguments."""
+    """``JaggedTargetAttention.forward`` as a function of inputs, parameters and options."""
     query_offsets: Tensor | None = None
     if isinstance(target, JaggedTensor):
         query, query_offsets = target.values(), target.offsets()
@@ -470,9 +472,9 @@ def _attend(
     num_levels = options.num_levels
     if not is_scripting():
         check_inputs(query, query_offsets, rows, offsets, indices, biases, options)
-        of_autocast = autocast_dtype(rows)
-        if of_autocast is not None and dtype != torch.float64:
-            dtype = of_autocast
+        autocast = autocast_dtype(rows)
+        if autocast is not None and dtype != torch.float64:
+            dtype = autocast
         if num_levels > 0 and dtype not in supported_dtypes(rows.device):
             raise TypeError(
                 f"parameters must have a dtype that {rows.device} supports with history_codes, "
@@ -481,21 +483,22 @@ def _attend(
         if isinstance(history, RemoteHistory):
             if biases.bias is not None and biases.bias.requires_grad:
                 raise NotImplementedError(
-                    "prior_weights must require no gradient where rows of histories stay with "
-                    "HistoryEmbeddingCollectionSharder, got some that do: give "
+                    "prior_weights must require no gradient where "
+                    "HistoryEmbeddingCollectionSharder leaves rows of histories on other ranks, "
+                    "got some that do: give "
                     "DistributedModelParallel an EmbeddingCollectionSharder"
                 )
-            # Taken as a tensor, it waits for itself.
+            # An awaitable, which waits when it is used as a tensor.
             return attend_at_owners(  # pyright: ignore[reportReturnType]
                 query, query_offsets, history, weights, biases, options, dtype
             )
     if num_levels > 0:
         if k_weight is None or v_weight is None:
             q_weight, k_weight, v_weight = q_weight.chunk(3)
-        k_weight = _over_codes(k_weight, basis, mean, options.score != "softmax")
-        v_weight = _over_codes(v_weight, basis, mean, True)
+        k_weight = _fold_decoder(k_weight, basis, mean, options.score != "softmax")
+        v_weight = _fold_decoder(v_weight, basis, mean, True)
         weights = ProjectionWeights(q_weight, k_weight, v_weight, in_bias, out_weight, out_bias)
-    biases = Biases(*biases[:5], draw_dropout(options.weight_drops, rows.device))
+    biases = Biases(*biases[:5], draw_dropout(options.dropout_threshold, rows.device))
     args = query, query_offsets, rows, offsets, indices, weights, biases, options, dtype
     if not is_scripting():
         with autocast_off(rows):
@@ -518,7 +521,7 @@ def _attend_to_rows(
     shape = list(target.shape[:-1])
     target = target.to(dtype).reshape(-1, target.shape[-1])
     behind: Tensor | None = None
-    if target_offsets is not None:  # which may end before the targets
+    if target_offsets is not None:  # they may end before the targets
         behind = is_behind(target_offsets, target.shape[0]).unsqueeze(1)
         target = target.masked_fill(behind, 0)
     projections = split_projections(weights, options.num_heads, dtype)
@@ -533,20 +536,22 @@ def _attend_to_rows(
         values = _attend_to_keys(q, shape, target_offsets, rows, offsets, projections, biases)
         values = values.to(dtype)
     else:
-        absorbed = absorb_keys(q, projections.key)
+        absorbed_query = absorb_keys(q, projections.key)
         if options.num_levels == 0:
-            absorbed = absorbed.to(rows.dtype)
-        by_sample = absorbed
+            absorbed_query = absorbed_query.to(rows.dtype)
+        query = absorbed_query
         if target_offsets is None:
             num_targets = shape[1] if len(shape) > 1 else 1
-            by_sample = absorbed.view(shape[0], num_targets, absorbed.shape[1], absorbed.shape[2])
+            query = absorbed_query.view(
+                shape[0], num_targets, absorbed_query.shape[1], absorbed_query.shape[2]
+            )
         pooled = _target_attention(
-            by_sample, rows, offsets, target_offsets, indices, biases.bias, biases.position_bias,
+            query, rows, offsets, target_offsets, indices, biases.bias, biases.position_bias,
             biases.age_bias, biases.timestamps, biases.request_time, biases.dropout, None, None,
             (q.shape[1] // options.num_heads) ** -0.5, options.score,
             options.num_levels, torch.is_grad_enabled(),
         )[0]  # fmt: skip
-        values = project_values(pooled.view(absorbed.shape).to(dtype), projections.value)
+        values = project_values(pooled.view(absorbed_query.shape).to(dtype), projections.value)
     has_rows: Tensor | None = None
     if projections.value_bias is not None:
         has_rows = has_history(offsets, biases.bias, target_offsets, q.shape[0])
@@ -584,20 +589,22 @@ def _attend_to_keys(
 
 
 def _gather_rows(rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
-    """Return ``[N, D]`` rows by their indices; those behind the last offset may be no row's."""
+    """Return ``[N, D]``: the rows with the indices, which may be invalid behind the last offset."""
     first = indices[:1].masked_fill(offsets[-1] == 0, 0)
     indices = torch.where(is_behind(offsets, indices.shape[0]), first, indices)
-    # The gradient of index_select is not deterministic on a GPU, and that of embedding is summed in
-    # 16 bits on a CPU.
+    # The gradient of index_select is not deterministic on a GPU, and the gradient of embedding is
+    # summed in 16 bits on a CPU.
     return F.embedding(indices, rows) if rows.is_cuda else rows.index_select(0, indices)
 
 
-def _over_codes(
+def _fold_decoder(
     weight: Tensor, basis: Tensor | None, mean: Tensor | None, has_constant: bool
 ) -> Tensor:
-    """``[E, L + 1]``: what ``weight`` ``[E, D]`` of rows makes of their codes and the one.
+    """Fold the decoder of packed codes into a projection: ``[E, D]`` → ``[E, L + 1]``, applied to
+    ``L`` codes and a constant 1.
 
-    Of keys, a softmax drops the constant, which would only take bits from the scores.
+    ``has_constant`` is False for keys with a softmax: it cancels the constant, which would only
+    cost precision.
     """
     if basis is None or mean is None:
         return F.pad(weight, (0, 1))
@@ -609,6 +616,6 @@ def _over_codes(
     return weight @ rows.T
 
 
-# torch.jit.script takes the packet of an op, not its overloads.
+# torch.jit.script supports op packets, not overloads.
 _target_attention = target_attention.overloadpacket
 _flash_attention = flash_attention.overloadpacket

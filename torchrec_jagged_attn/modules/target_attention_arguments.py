@@ -1,4 +1,4 @@
-"""The record of the options of ``JaggedTargetAttention``, and checks."""
+"""Options of ``JaggedTargetAttention``, and checks of its arguments."""
 
 # FX and torch.jit.script read annotations of records, so they are no strings here.
 from typing import NamedTuple
@@ -31,29 +31,29 @@ from torchrec_jagged_attn.layout import check_offsets_values, check_order
 
 
 class Options(NamedTuple):
-    """Options of a module, and its current drop probability, in units of 2^-32."""
+    """Options of a module."""
 
     target_dim: int
     history_dim: int
-    num_codes: int
-    num_levels: int
+    num_codes: int  # codes of a packed row; 0 if histories are not packed
+    num_levels: int  # levels of a code; 0 if histories are not packed
     num_heads: int
-    keys_and_values: str
+    keys_and_values: str  # "materialized", "absorbed", or "auto" by number of targets
     score: str
-    weight_drops: int
+    dropout_threshold: int  # the current dropout probability, in units of 2^-32
 
 
 def check_target_heads(num_heads: int | None, embed_dim: int) -> int:
-    """How many heads there are, if ``num_heads`` divides ``embed_dim`` or is left open."""
+    """Return ``num_heads``, which must divide ``embed_dim``; for None, the default."""
     if num_heads is None:
         check_int(embed_dim, "embed_dim", 1)
-        fitting = (h for h in (8, 4, 2) if embed_dim % h == 0 and embed_dim >= 4 * h)
-        return next(fitting, 1)
+        candidates = (h for h in (8, 4, 2) if embed_dim % h == 0 and embed_dim >= 4 * h)
+        return next(candidates, 1)
     return check_heads(num_heads, embed_dim)[0]
 
 
 def check_codes(history_codes: object, history_dim: int | None) -> int:
-    """What histories are packed in must be known; returns how wide their rows are."""
+    """Return the width of the rows of ``history_codes``, which must agree with ``history_dim``."""
     if isinstance(history_codes, LinearDecoder):
         history_codes.check_fitted()
         width = history_codes.embed_dim
@@ -70,7 +70,7 @@ def check_codes(history_codes: object, history_dim: int | None) -> int:
 
 
 def packed_codes_of(history_codes: LinearDecoder | PackedCodes) -> PackedCodes:
-    """How histories are packed."""
+    """Return the :class:`PackedCodes` of ``history_codes``."""
     return history_codes.packed_codes if isinstance(history_codes, LinearDecoder) else history_codes
 
 
@@ -83,7 +83,7 @@ def check_inputs(
     biases: Biases,
     options: Options,
 ) -> None:
-    """What a forward is given must fit, and go with what the module was made with."""
+    """Check the arguments of ``forward`` against each other and the ``options`` of the module."""
     prior_weights, _, age_bias, timestamps, request_time, *_ = biases
     check_tensor(target, "target", "a tensor or a JaggedTensor")
     check_embeddings(target, "target")
@@ -96,7 +96,7 @@ def check_inputs(
         check_shape(rows, "history.values()", shape, (None, options.history_dim))
     if indices is not None:
         check_indices(indices)
-    num_places = (rows if indices is None else indices).shape[0]
+    num_rows = (rows if indices is None else indices).shape[0]
     check_offsets_metadata(offsets, "history.offsets()")
     num_samples, target_dim = offsets.numel() - 1, options.target_dim
     if query_offsets is not None:
@@ -113,7 +113,7 @@ def check_inputs(
     elif age_bias is None:
         raise ValueError("timestamps must be None unless age_bias=True, got a tensor")
     else:
-        check_timestamps(timestamps, num_places)
+        check_timestamps(timestamps, num_rows)
     if request_time is not None:
         check_request_time(request_time, timestamps, num_samples)
     check_same(
@@ -130,8 +130,8 @@ def check_inputs(
     )
     if prior_weights is not None:
         check_score(options.score, prior_weights)
-        check_prior_weights(prior_weights, num_places)
-    check_offsets_values(offsets, num_places, "history.offsets()", exact=False)
+        check_prior_weights(prior_weights, num_rows)
+    check_offsets_values(offsets, num_rows, "history.offsets()", exact=False)
     if timestamps is not None:
         check_order(timestamps, offsets)
     if indices is not None:

@@ -1,4 +1,4 @@
-"""``jagged_target_attention``: a few queries per sample attend to its history rows."""
+"""``jagged_target_attention``: the query rows of a sample attend to its history rows."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def jagged_target_attention(
     gives zeros; but positions and ages count it.
 
     With gather indices, ``indices``, row ``n`` is ``history[indices[n]]``; ``history`` has unique
-    rows, or those of a whole table. No ``[N, D]`` tensor is created, also not in backward, which
-    sums up the gradient of each row of ``history`` in fp32.
+    rows, or is a whole table. No ``[N, D]`` tensor is created. Backward does not create one either,
+    and sums the gradient of each row of ``history`` in fp32.
 
     Offsets may end before the rows, as in buffers of a fixed size. Rows behind the last offset are
     ignored, whatever they hold; their outputs and gradients are zeros.
@@ -98,7 +98,7 @@ def jagged_target_attention(
         history: ``[N, D]`` rows of all samples, one sample after the other; dtype of ``query``.
         offsets: ``[B + 1]`` int32 or int64: sample ``b`` owns history rows ``offsets[b]`` to
             ``offsets[b + 1] - 1``.
-        query_offsets: ``[B + 1]`` int32 or int64, the same for the rows of a jagged ``query``.
+        query_offsets: ``[B + 1]`` int32 or int64, likewise for the rows of a jagged ``query``.
         indices: ``[N]`` int32 or int64, gather indices into ``history``, then ``[U, D]``. Biases,
             times, prior weights and dropout belong to the ``N`` positions, not to its rows.
         bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
@@ -108,8 +108,9 @@ def jagged_target_attention(
             Unix times to multiples of 128 seconds. They have no gradient. An age that overflows
             int64, for example if a missing time is ``-2**63``, or is NaN, falls into the last
             bucket.
-        request_time: ``[B]`` in the dtype of ``timestamps``: when each sample is scored, which the
-            ages of its rows are counted from; by default the time of its last row. No gradient.
+        request_time: ``[B]`` in the dtype of ``timestamps``: the time when each sample is scored,
+            from which the ages of its rows are counted; by default the time of its last row. It has
+            no gradient.
         prior_weights: ``[N]``, any dtype that ``query`` may have: factors of the weights of rows
             before normalization, for all heads. A negative one counts as zero and has a gradient of
             zero: compute learned weights with ``exp`` or ``softplus`` to keep them positive.
@@ -120,9 +121,10 @@ def jagged_target_attention(
         score: how weights :math:`p_n` are computed from scores :math:`s_n`: by ``"softmax"``; or
             elementwise by ``"silu"``, :math:`s_n \sigma(s_n)`, or ``"sigmoid"``,
             :math:`\sigma(s_n)`. Prior weights require the softmax.
-        num_levels: of codes: ``history`` is packed rows of ``D - 1`` codes, ``[N, num_bytes]`` or
-            ``[U, num_bytes]`` uint8 of ``PackedCodes(D - 1, num_levels)``. Row :math:`x_n` is these
-            codes and, in the last column, a one. It is made in registers, and has no gradient.
+        num_levels: number of levels of packed codes: ``history`` is then ``[N, num_bytes]`` or
+            ``[U, num_bytes]`` uint8 of ``PackedCodes(D - 1, num_levels)``. Row :math:`x_n` has
+            these codes and, in the last column, a one. Rows are unpacked in registers, and have no
+            gradient.
 
     Returns:
         One output row per query row, in the dtype of ``query``: ``[B, H, D]``, ``[B, T, H, D]``
@@ -132,8 +134,8 @@ def jagged_target_attention(
     Raises:
         TypeError: a dtype does not fit.
         ValueError: shapes or devices do not match, ``dropout`` is not in [0, 1), or (on a CPU, or
-            under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets, indices, bytes or
-            prior weights are invalid.
+            under ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets, indices, packed
+            codes or prior weights are invalid.
         NotImplementedError: ``D`` is over 512, or the device is neither CPU nor CUDA.
 
     Example:
@@ -144,7 +146,7 @@ def jagged_target_attention(
         <BLANKLINE>
                 [[5., 6.]]])
 
-        Both samples have the last row, which is there once:
+        Gather indices; both samples have the last row:
 
         >>> indices = torch.tensor([0, 2, 2])
         >>> jagged_target_attention(
@@ -200,19 +202,19 @@ def jagged_target_attention(
     check_score(score, prior_weights)
     if per_sample:
         query = query.unsqueeze(1)
-    dropped_weights = draw_dropout(drops_of(dropout, "dropout"), query.device)
+    dropout_state = draw_dropout(drops_of(dropout, "dropout"), query.device)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
     out = call_target_attention(
         query, history, offsets, query_offsets, indices,
         bias_or_prior_weights(bias, prior_weights, offsets), position_bias, age_bias, timestamps,
-        request_time, dropped_weights, None, None, scale, score, num_levels or 0,
+        request_time, dropout_state, None, None, scale, score, num_levels or 0,
         torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
 
 
 def _check_row_numbers(args: TargetArguments) -> None:
-    """They go with their ends, and with the request times that ages are counted from."""
+    """Check row numbers, their ends, and that request times are given if there are timestamps."""
     numbers, ends = args.row_numbers, args.row_number_ends
     if numbers is None and ends is None:
         return
@@ -230,7 +232,10 @@ def _check_row_numbers(args: TargetArguments) -> None:
 
 
 def _check_values(args: TargetArguments) -> None:
-    """Check values of offsets, indices, bytes and prior weights, where reading would not wait."""
+    """Check the values of offsets, indices, packed codes and prior weights.
+
+    On a GPU only if ``TORCHREC_JAGGED_ATTN_VALIDATE=1``, since reading them synchronizes.
+    """
     check_offsets_values(args.offsets, args.num_rows, "offsets", exact=False)
     if args.indices is not None:
         check_indices_values(args.indices, args.history.shape[0], args.offsets)
@@ -242,7 +247,7 @@ def _check_values(args: TargetArguments) -> None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets", exact=False)
     bias = args.biases.bias
     if bias is not None and args.biases.are_prior_weights:
-        check_score(args.score, bias)  # scripted modules do not
+        check_score(args.score, bias)  # scripted modules do not check it
         check_finite(bias, "prior_weights", offsets=args.offsets)
 
 
@@ -257,21 +262,22 @@ def backward(
     grad_out: Tensor,
     args: TargetArguments,
     outputs: TargetOutputs,
-    needs_bias: bool,
-    needs_history: bool,
+    needs: TargetArguments,
     grad_lse: Tensor | None = None,
 ) -> TargetGradients:
-    """Gradients of :func:`forward`, that of ``bias`` if ``needs_bias``. Of others than the history,
-    whether they are needed changes nothing.
+    """Return the gradients of :func:`forward`.
 
-    ``grad_lse`` is that of the log-sum-exps, in the shape and dtype of ``outputs.stats[0]``. Where
-    nothing is seen, it counts as zero.
+    The gradient of the bias is computed if ``needs.biases.bias``, the gradient of the history at
+    least if ``needs.history``, other gradients always. ``grad_lse`` is the gradient of the
+    log-sum-exps, in the shape and dtype of ``outputs.stats[0]``; it is ignored for query rows
+    without a visible history row.
     """
     if not args.for_backward:
         raise ValueError(
             "for_backward must be True where a gradient is taken, got False: "
             "this was called, traced or exported with gradients off"
         )
+    needs_bias, needs_history = bool(needs.biases.bias), bool(needs.history)
     grads = implementation_of(args.query, cpu, kernels).backward(
         grad_out, args, outputs, needs_bias, needs_history, grad_lse=grad_lse
     )
@@ -279,29 +285,24 @@ def backward(
     return grads._replace(bias=grad_bias)
 
 
-def _backward(
-    grad_out: Tensor, args: TargetArguments, outputs: TargetOutputs, needs: TargetArguments
-) -> TargetGradients:
-    return backward(grad_out, args, outputs, bool(needs.biases.bias), bool(needs.history))
-
-
 def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:
-    """Attend over some rows of each sample, so that the results over all of them can be merged.
+    """Attend to a part of each sample's rows, and return log-sum-exps to merge the results.
 
-    With outputs and log-sum-exps of several such calls, over rows that are all of a sample's
-    together, its output is ``sum(softmax(lses)[i] * outs[i])``. Both have a gradient.
+    If several calls attend to disjoint parts that together are all rows of a sample, its output is
+    ``sum(softmax(lses)[i] * outs[i])``. Outputs and log-sum-exps have gradients.
 
     Args:
-        args: of the op, with a score of ``"softmax"``. Each call has the ``row_numbers`` and
-            ``row_number_ends`` of its rows, if positions count or anything is dropped.
+        args: arguments of the op, with a score of ``"softmax"``. With position biases or dropout,
+            each call needs the ``row_numbers`` and ``row_number_ends`` of its rows.
 
     Returns:
-        ``out``, as the op gives it, and its log-sum-exps, fp32 (fp64 of fp64) in the shape of
-        ``out`` without its last axis: the logarithm of the sum of :math:`e` to the scores, biases
-        and prior weights included, before weights are dropped; ``-inf`` where no row counts.
+        ``out``, the output of the op, and its log-sum-exps, in fp32 (for fp64, fp64) in the shape
+        of ``out`` without its last axis: the logarithm of the sum of :math:`e^{s_n}`, where scores
+        :math:`s_n` include biases and logarithms of prior weights, before dropout; ``-inf`` if no
+        row is visible.
 
     Raises:
-        ValueError: the score is another one, or ``row_numbers`` and their ends do not fit.
+        ValueError: the score is not ``"softmax"``, or ``row_numbers`` and their ends do not fit.
     """
     if args.score != "softmax":
         raise ValueError(f'score must be "softmax" for log-sum-exps, got {args.score!r}')
@@ -327,9 +328,8 @@ def _backward_with_lse(
     outputs: TargetOutputsWithLse,
     needs: TargetArguments,
 ) -> TargetGradients:
-    seen = TargetOutputs(outputs.out, outputs.residual, outputs.stats)
-    needs_bias, needs_history = bool(needs.biases.bias), bool(needs.history)
-    return backward(grad_out, args, seen, needs_bias, needs_history, grad_lse=grad_lse)
+    saved = TargetOutputs(outputs.out, outputs.residual, outputs.stats)
+    return backward(grad_out, args, saved, needs, grad_lse)
 
 
 def flops_of(args: TargetArguments, needs: object) -> int:
@@ -355,7 +355,7 @@ target_attention, call_target_attention = register_op(
     outputs=TargetOutputs,
     forward=forward,
     fake=new_outputs,
-    backward=_backward,
+    backward=backward,
     **_REGISTERED,
 )
 _, _call_with_lse = register_op(

@@ -1,7 +1,7 @@
-"""Records of what the ops take, return and give as gradients.
+"""Records of the arguments, outputs and gradients of the ops.
 
-The fields of a record, and of records in it, are the arguments of an op's schema. Of the gradients,
-each has the name of the argument that it belongs to, and is ``None`` if not requested.
+The fields of :class:`TargetArguments`, and of records in it, are the arguments of an op's schema. A
+gradient has the name of its argument, and is ``None`` if not requested.
 """
 
 # torch.jit.script reads annotations of records, so they are no strings here.
@@ -17,42 +17,40 @@ class TargetArguments(NamedTuple):
     """Arguments of ``target_attention``: see :func:`jagged_target_attention`."""
 
     query: Tensor  # [B, T, H, D], [1, T, H, D] or, with ``query_offsets``, [ΣT, H, D]
-    history: Tensor  # [N, D] or, with ``indices``, [U, D]; with ``num_levels``, of packed rows
-    offsets: Tensor
-    query_offsets: Tensor | None
-    indices: Tensor | None  # [N], of the rows of ``history``
+    history: Tensor  # [N, D] or, with ``indices``, [U, D]; with ``num_levels``, packed codes
+    offsets: Tensor  # [B + 1]
+    query_offsets: Tensor | None  # [B + 1]
+    indices: Tensor | None  # [N], gather indices into ``history``
     biases: Biases  # of history rows
-    # [N] int32 or int64, where the rows are some of a larger batch: the number that each has there,
-    # by which dropout of its weights draws and its position is counted. ``None`` of a batch that is
-    # whole. Ages are then counted from ``request_time``.
+    # If the rows are a part of a larger batch, [N] int32 or int64: the index of each row there,
+    # which positions and dropout depend on. Ages then require ``request_time``.
     row_numbers: Tensor | None
-    # [B], in the same dtype, with ``row_numbers`` alone: the number after the last row that each
-    # sample has there
+    # Only with ``row_numbers``, [B] in the same dtype: the end of each sample's row numbers
     row_number_ends: Tensor | None
     scale: float
     score: str  # one of ``SCORES``
-    num_levels: int  # of packed codes; 0 where ``history`` is not packed
-    for_backward: bool  # whether a gradient may be taken
+    num_levels: int  # levels of packed codes; 0 if ``history`` is not packed
+    for_backward: bool  # whether gradients may be computed
 
     @property
     def num_rows(self) -> int:
-        """``N``, how many rows the histories of all samples have."""
+        """``N``, the number of history rows of all samples."""
         return (self.history if self.indices is None else self.indices).shape[0]
 
 
 class TargetOutputs(NamedTuple):
-    """What ``target_attention`` returns."""
+    """Outputs of ``target_attention``."""
 
     out: Tensor  # [B, T, H, D] or [ΣT, H, D]
-    # fp32 output minus its rounded value, for the gradient; empty for fp32, or without a gradient
+    # The rounding error of ``out``, for backward; empty for fp32 and fp64, or without a gradient
     residual: Tensor
-    # [2, …] fp32, of fp64 in fp64: of each row of ``out`` the softmax's largest score and one by
-    # the sum of its weights; zeros where it sees nothing
+    # [2, …] fp32, for fp64 in fp64: for each row of ``out``, the largest score and the inverse of
+    # the sum of weights before normalization; zeros if no history row is visible
     stats: Tensor
 
 
 def new_outputs(args: TargetArguments) -> TargetOutputs:
-    """Tensors of the shapes and dtypes that the op gives, with nothing in them."""
+    """Return uninitialized outputs."""
     query, shape = args.query, list(args.query.shape)
     if args.query_offsets is None:
         shape[0] = args.offsets.numel() - 1
@@ -66,8 +64,8 @@ def new_outputs(args: TargetArguments) -> TargetOutputs:
 
 
 class TargetOutputsWithLse(NamedTuple):
-    """What ``target_attention_with_lse`` returns: :class:`TargetOutputs`, and ``lse``, of each row
-    of ``out`` the logarithm of the sum of e to its scores; ``-inf`` where it sees nothing.
+    """Outputs of ``target_attention_with_lse``: as :class:`TargetOutputs`, and ``lse``, the
+    log-sum-exps of the scores of each row of ``out``, ``-inf`` if no history row is visible.
     """
 
     out: Tensor
@@ -77,7 +75,7 @@ class TargetOutputsWithLse(NamedTuple):
 
 
 class TargetGradients(NamedTuple):
-    """Gradients of ``target_attention``. That of prior weights is of their logarithms, in fp32."""
+    """Gradients of ``target_attention``; for prior weights, of their logarithms, in fp32."""
 
     query: Tensor
     history: Tensor | None

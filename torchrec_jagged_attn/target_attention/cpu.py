@@ -16,10 +16,7 @@ from torchrec_jagged_attn.target_attention.arguments import (
 
 
 def forward(args: TargetArguments) -> TargetOutputs:
-    """Attend.
-
-    The residual is zeros: the gradient does not need it here.
-    """
+    """Attend. The residual is zero: backward does not read it on a CPU."""
     query = args.query
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
@@ -39,14 +36,14 @@ def backward(
     needs_history: bool,
     grad_lse: Tensor | None = None,
 ) -> TargetGradients:
-    """Gradients; that of prior weights is of their logarithms, ``[N, H]``.
+    """Return the gradients, with prior weights the gradients of their logarithms, ``[N, H]``.
 
-    Those of the bias and of the history are computed whether they are needed or not; but that of
-    rows of codes is ``None``.
+    The gradient of the bias is always computed, and the gradient of the history except for packed
+    codes.
     """
     if grad_lse is not None:
         grad_lse = grad_lse.masked_fill(outputs.stats[1] == 0, 0).flatten(0, -2)
-    # In the dtype that is computed in, and its gradient, too: samples that share it add up theirs.
+    # In the dtype of computation, so that the gradient of a shared query is summed in it.
     query = args.query.to(attention.compute_dtype(args.query))
     if args.query_offsets is None:
         query = query.expand(args.offsets.numel() - 1, -1, -1, -1)
@@ -59,7 +56,7 @@ def backward(
         options=_options(args)._replace(grad_lse=grad_lse),
     )  # fmt: skip
     grad_query = grads.q.view(query.shape)
-    if query.shape != args.query.shape:  # one that all samples share
+    if query.shape != args.query.shape:  # shared by all samples
         grad_query = grad_query.sum(0, keepdim=True)
     return TargetGradients(
         query=grad_query.to(args.query.dtype),
@@ -75,14 +72,14 @@ def _options(args: TargetArguments) -> attention.TargetOptions:
 
 
 def _rows_of(args: TargetArguments) -> Tensor:
-    """The rows of the history; those of codes are made of their bytes."""
+    """Return the rows of the history, unpacked if they are packed codes."""
     if not args.num_levels:
         return args.history
     return rows_of_codes(args.history, args.query.shape[-1], args.num_levels, args.query.dtype)
 
 
 def _over_rows(args: TargetArguments, query: Tensor, rows: Tensor) -> FlashArguments:
-    """Attention of the rows of ``query``, as each sample has it, over ``rows`` of histories."""
+    """Return the arguments of attention from ``query``, expanded over samples, to ``rows``."""
     q_offsets = args.query_offsets
     if q_offsets is None:
         q_offsets = torch.arange(args.offsets.numel(), device="cpu") * query.shape[1]

@@ -1,4 +1,4 @@
-"""Weights of rows in target attention, composed of other ops."""
+"""The attention weights of history rows, composed of other ops."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torchrec_jagged_attn.layout import is_behind
 def attention_weights(
     query: Tensor, history: Tensor, offsets: Tensor, biases: Biases, scale: float, score: str
 ) -> Tensor:
-    """Return the weights ``[N, T, H]`` that queries ``[B, T, H, D]`` give the rows ``[N, D]``.
+    """Return the weights ``[N, T, H]`` of history rows ``[N, D]`` for queries ``[B, T, H, D]``.
 
-    All are computed in the dtype of ``query`` and ``history``, which is fp32 or fp64. Rows behind
-    the last offset have weights of zero.
+    They are computed in the dtype of ``query`` and ``history``, fp32 or fp64. Rows behind the last
+    offset have weights of zero.
     """
     num_rows, shape = history.shape[0], query.shape[1:3]
-    # Rows behind the last offset are one more sample, of weights that are set to zero.
+    # Rows behind the last offset form a further sample, whose weights are set to zero.
     behind = is_behind(offsets, num_rows)
     query = F.pad(query, (0,) * 7 + (1,))
     offsets = torch.cat([offsets, offsets.new_full([1], num_rows)])

@@ -16,15 +16,15 @@ def test_every_table_counts_in_the_sum(num_tables, kernel_device, monkeypatch):
     assert torch.equal(attention.sum_of_tables(tables, overlap=False), tables.sum((0, 2)))
 
 
-def test_the_sum_does_not_depend_on_splits_without_rows(kernel_device):
-    """As in a buffer of more rows: 300 samples, of which splits follow the first 70."""
+def test_the_sum_does_not_depend_on_unused_partial_results(kernel_device):
+    """As in a buffer of more rows: 300 samples; partial results follow the first 70."""
     torch.manual_seed(0)
-    samples, splits = torch.randn(300, 5, 1, 3), torch.randn(150, 5, 1, 3)
+    samples, partials = torch.randn(300, 5, 1, 3), torch.randn(150, 5, 1, 3)
     sums = []
     for unused in (0, 1, 700):
-        parts = samples[:70], splits, splits.new_zeros(unused, 5, 1, 3), samples[70:]
+        parts = samples[:70], partials, partials.new_zeros(unused, 5, 1, 3), samples[70:]
         tables = torch.cat(parts).to(kernel_device)
         sums.append(attention.sum_of_tables(tables, False, 70, 150 + unused))
     assert torch.equal(sums[0], sums[1])
     assert torch.equal(sums[0], sums[2])
-    torch.testing.assert_close(sums[0].cpu(), samples.sum((0, 2)) + splits.sum((0, 2)))
+    torch.testing.assert_close(sums[0].cpu(), samples.sum((0, 2)) + partials.sum((0, 2)))

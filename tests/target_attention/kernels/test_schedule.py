@@ -1,14 +1,14 @@
-"""The list of splits: which sample each belongs to."""
+"""The split schedule: which sample each partial result belongs to."""
 
 import pytest
 import torch
 
 from tests.cases import offsets_of
-from torchrec_jagged_attn.target_attention.kernels.records import SplitList
-from torchrec_jagged_attn.target_attention.kernels.schedule import list_splits_kernel
+from torchrec_jagged_attn.target_attention.kernels.records import SplitSchedule
+from torchrec_jagged_attn.target_attention.kernels.schedule import split_schedule_kernel
 
 CHUNK = 16
-BLOCK_B = 4  # fewer than there are samples, so that several programs list them
+BLOCK_B = 4  # fewer than there are samples, so that several programs write the schedule
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -24,30 +24,30 @@ BLOCK_B = 4  # fewer than there are samples, so that several programs list them
     ],
     ids=str,
 )
-def test_splits_are_listed(lengths, dtype, kernel_device):
-    """A sample of CHUNK rows or more has a split for each chunk, of up to 2 · CHUNK rows; no other
-    split has a sample.
+def test_schedule_of_partial_results(lengths, dtype, kernel_device):
+    """A sample of CHUNK rows or more has a partial result for each chunk, of up to 2 · CHUNK rows.
+    No other partial result has a sample.
     """
     offsets = offsets_of(torch.tensor(lengths), dtype, kernel_device)
-    num_splits = sum(lengths) // CHUNK
-    splits = torch.full((2, num_splits + 1), 77, dtype=torch.int32, device=kernel_device)
-    listed = splits.flatten()[: 2 * num_splits].view(2, num_splits)
-    list_splits_kernel[(-(-len(lengths) // BLOCK_B),)](
-        SplitList(listed, offsets),
+    num_partials = sum(lengths) // CHUNK
+    buffer = torch.full((2, num_partials + 1), 77, dtype=torch.int32, device=kernel_device)
+    entries = buffer.flatten()[: 2 * num_partials].view(2, num_partials)
+    split_schedule_kernel[(-(-len(lengths) // BLOCK_B),)](
+        SplitSchedule(entries, offsets),
         len(lengths),
-        num_splits,
+        num_partials,
         CHUNK=CHUNK,
         BLOCK_B=BLOCK_B,
         OVERLAP=False,
     )
-    expected = [-1] * num_splits
+    expected = [-1] * num_partials
     begin = 0
     for sample, length in enumerate(lengths):
         if length >= CHUNK:
-            for split in range(begin // CHUNK, begin // CHUNK + -(-length // (2 * CHUNK))):
-                assert expected[split] == -1  # of one sample only
-                expected[split] = sample
+            for partial in range(begin // CHUNK, begin // CHUNK + -(-length // (2 * CHUNK))):
+                assert expected[partial] == -1  # of one sample only
+                expected[partial] = sample
         begin += length
-    assert listed[0].tolist() == expected
-    assert not listed[1].any()  # counters of finished chunks
-    assert (splits.flatten()[2 * num_splits :] == 77).all()
+    assert entries[0].tolist() == expected
+    assert not entries[1].any()  # counters of finished chunks
+    assert (buffer.flatten()[2 * num_partials :] == 77).all()

@@ -85,8 +85,8 @@ def _store_table(
 ):
     """Store ``[buckets, H]``: ``BLOCKS`` blocks from FIRST on, summed over the rows of each head.
 
-    Which rows of a lane are of a head is known at compile time: sums need no exchange between lanes
-    and no masked additions.
+    The head of each row in a lane is known at compile time, so that sums need neither exchanges
+    between lanes nor masked additions.
     """
     layout: gl.constexpr = _column_layout(table.shape[1], gl.num_warps())
     r = gl.arange(0, table.shape[1], gl.SliceLayout(1, layout))
@@ -95,13 +95,13 @@ def _store_table(
         rows = table.index(FIRST + at).load(layout)
         bucket = at * 16 + b
         for head in gl.static_range(H):
-            of_head = gl.sum(gl.where((r % H == head)[:, None], rows, 0.0), 0)
-            gl.store(ptr + bucket * H + head, of_head, mask=bucket < buckets)
+            head_sums = gl.sum(gl.where((r % H == head)[:, None], rows, 0.0), 0)
+            gl.store(ptr + bucket * H + head, head_sums, mask=bucket < buckets)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+        "num_samples", "num_targets", "num_rows", "num_partials", "num_history_rows",
     ]
 )  # fmt: skip
 def backward_kernel(
@@ -111,12 +111,12 @@ def backward_kernel(
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
-    sums,  # Sums
+    partials,  # Partials
     samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
-    num_splits,
+    num_partials,
     num_history_rows,  # ``N``
     scale,
     C: gl.constexpr,  # Constants
@@ -127,8 +127,8 @@ def backward_kernel(
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     if C.OVERLAP:
         launch_dependents()
-    chunk = find_chunk(samples, num_samples, num_splits, C)
-    begin, end, split = chunk.begin, chunk.end, chunk.split
+    chunk = find_chunk(samples, num_samples, num_partials, C)
+    begin, end, partial = chunk.begin, chunk.end, chunk.partial
     count = num_targets * C.H
     BLOCKS_P: gl.constexpr = blocks_of(C.P)
     BLOCKS_A: gl.constexpr = blocks_of(C.A)
@@ -154,9 +154,9 @@ def backward_kernel(
             delta = gl.sum(grad_out.to(gl.float32) * out, 1)
             delta = gl.convert_layout(delta, by_query)
         grad_out = decompose(grad_out, C.COMPONENTS)
-        both = allocate_components(q[0].dtype, C.COMPONENTS, 2 * C.BLOCK_R, C.BLOCK_D)
-        store_components(both, 0, grad_out, False)
-        store_components(both, C.BLOCK_R, q, False)
+        stacked_queries = allocate_components(q[0].dtype, C.COMPONENTS, 2 * C.BLOCK_R, C.BLOCK_D)
+        store_components(stacked_queries, 0, grad_out, False)
+        store_components(stacked_queries, C.BLOCK_R, q, False)
         COLUMNS: gl.constexpr = columns_at_once(C)
         if C.COMPONENTS > 1:  # delta, rounded like the products from which it is subtracted
             products = gl.zeros([C.BLOCK_R, C.BLOCK_R], gl.float32, mma)
@@ -167,18 +167,20 @@ def backward_kernel(
                 out.store(
                     load_rows(outputs.out, row, count, column, [C.BLOCK_R, COLUMNS], left, C.D)
                 )
-                of_out = decompose(out.permute((1, 0)).load(right), C.COMPONENTS)
-                of_grad = load_components(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
-                products = product(of_grad, of_out, products, C.COMPONENTS)
+                out_components = decompose(out.permute((1, 0)).load(right), C.COMPONENTS)
+                grad_out_components = load_components(
+                    stacked_queries, (0, C.BLOCK_R), (column, COLUMNS), left, False
+                )
+                products = product(grad_out_components, out_components, products, C.COMPONENTS)
             row_of_out = gl.arange(0, C.BLOCK_R, gl.SliceLayout(0, mma))[None, :]
             delta = gl.sum(gl.where(r[:, None] == row_of_out, products, 0.0), 1)
-        of_rows = allocate_components(q[0].dtype, C.COMPONENTS, 2 * C.BLOCK_R, C.BLOCK_N)
+        stacked_weights = allocate_components(q[0].dtype, C.COMPONENTS, 2 * C.BLOCK_R, C.BLOCK_N)
         maximum, inverse = load_stats(outputs, num_rows, row, r, count)
         grad_lse = load_grad_lse(outputs, row, r, inverse)
         delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
         stats = QueryStats(maximum, inverse, grad_lse, delta)
         draws = query_draws(biases.dropout, row + r)[:, None]
-        alone = (end - begin == 1) & (split < 0)
+        alone = (end - begin == 1) & (partial < 0)
 
         STORED: gl.constexpr = min(C.BLOCK_D, 64 if C.COMPONENTS == 1 else 32)
         AT_ONCE: gl.constexpr = 2 * C.BLOCK_R if C.COMPONENTS == 1 else C.BLOCK_R
@@ -197,32 +199,41 @@ def backward_kernel(
             dp = zeros
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 x = decompose(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), ROWS)
-                of_q = load_components(both, (C.BLOCK_R, C.BLOCK_R), (column, COLUMNS), left, False)
-                dots = product(of_q, x, dots, C.COMPONENTS)
-                of_grad = load_components(both, (0, C.BLOCK_R), (column, COLUMNS), left, False)
-                dp = product(of_grad, x, dp, C.COMPONENTS)
+                q_components = load_components(
+                    stacked_queries, (C.BLOCK_R, C.BLOCK_R), (column, COLUMNS), left, False
+                )
+                dots = product(q_components, x, dots, C.COMPONENTS)
+                grad_out_components = load_components(
+                    stacked_queries, (0, C.BLOCK_R), (column, COLUMNS), left, False
+                )
+                dp = product(grad_out_components, x, dp, C.COMPONENTS)
             n = start + index
             _, p, ds, buckets = weights_and_gradients(
                 dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C, ROWS=1
             )
             if grads.history is not None:
-                store_components(of_rows, 0, decompose(p.to(dtype), C.COMPONENTS), False)
+                store_components(stacked_weights, 0, decompose(p.to(dtype), C.COMPONENTS), False)
                 store_components(
-                    of_rows, C.BLOCK_R, decompose((ds * scale).to(dtype), C.COMPONENTS), False
+                    stacked_weights,
+                    C.BLOCK_R,
+                    decompose((ds * scale).to(dtype), C.COMPONENTS),
+                    False,
                 )
-            of_queries = decompose(gl.convert_layout(ds.to(dtype), left), C.COMPONENTS)
+            ds_operand = decompose(gl.convert_layout(ds.to(dtype), left), C.COMPONENTS)
             new_accs = ()
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 x = decompose(tile.slice(column, COLUMNS, 1).load(right), ROWS)
-                new_accs += (product(of_queries, x, accs[column // COLUMNS], C.COMPONENTS),)
+                new_accs += (product(ds_operand, x, accs[column // COLUMNS], C.COMPONENTS),)
             accs = new_accs
             if grads.history is not None:
                 for column in gl.static_range(0, C.BLOCK_D, STORED):
                     grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, mma)
                     for k in gl.static_range(0, 2 * C.BLOCK_R, AT_ONCE):
-                        weights = load_components(of_rows, (k, AT_ONCE), (0, C.BLOCK_N), left, True)
+                        weights = load_components(
+                            stacked_weights, (k, AT_ONCE), (0, C.BLOCK_N), left, True
+                        )
                         operand = load_components(
-                            both, (k, AT_ONCE), (column, STORED), right, False
+                            stacked_queries, (k, AT_ONCE), (column, STORED), right, False
                         )
                         grad_x = product(weights, operand, grad_x, C.COMPONENTS)
                     store_grad_of_history(
@@ -231,21 +242,25 @@ def backward_kernel(
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=1)
             if C.P + C.A > 0:
                 TABLE_COMPONENTS: gl.constexpr = max(2, C.COMPONENTS)
-                of_buckets = decompose(gl.convert_layout(ds, left), TABLE_COMPONENTS)
-                of_row: gl.constexpr = gl.SliceLayout(1, right)
-                shown = start + gl.arange(0, C.BLOCK_N, of_row) < end
+                ds_components = decompose(gl.convert_layout(ds, left), TABLE_COMPONENTS)
+                bucket_layout: gl.constexpr = gl.SliceLayout(1, right)
+                visible = start + gl.arange(0, C.BLOCK_N, bucket_layout) < end
                 if C.P > 0:
-                    of_position = gl.convert_layout(buckets[0], of_row)
-                    _add_to_table(table, of_position, shown, of_buckets, 0, TABLE_COMPONENTS)
+                    position_buckets = gl.convert_layout(buckets[0], bucket_layout)
+                    _add_to_table(
+                        table, position_buckets, visible, ds_components, 0, TABLE_COMPONENTS
+                    )
                 if C.A > 0:
-                    of_age = gl.convert_layout(buckets[1], of_row)
-                    _add_to_table(table, of_age, shown, of_buckets, BLOCKS_P, TABLE_COMPONENTS)
+                    age_buckets = gl.convert_layout(buckets[1], bucket_layout)
+                    _add_to_table(
+                        table, age_buckets, visible, ds_components, BLOCKS_P, TABLE_COMPONENTS
+                    )
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             acc = accs[column // COLUMNS]
-            if split >= 0:
-                store_rows(sums.acc, acc, split.to(gl.int64) * count, count, column, C.D)
+            if partial >= 0:
+                store_rows(partials.acc, acc, partial.to(gl.int64) * count, count, column, C.D)
             else:
                 store_rows(grads.query, acc * scale, row, count, column, C.D)
     if C.P + C.A > 0:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from torchrec_jagged_attn.runtime.kernels.gluon import launch_dependents, products_by_warp
 from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
 from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
-    stats_of_one,
+    elementwise_stats,
     store_chunk_stats,
     store_outputs,
     store_stats,
@@ -45,18 +45,18 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
 )
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_partials"])
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed codes; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None if not requested
-    sums,  # Sums
+    partials,  # Partials
     samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
-    num_splits,
+    num_partials,
     scale,
     C: gl.constexpr,  # Constants
 ):
@@ -66,8 +66,8 @@ def forward_kernel(
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     if C.OVERLAP:
         launch_dependents()
-    chunk = find_chunk(samples, num_samples, num_splits, C)
-    begin, end, split = chunk.begin, chunk.end, chunk.split
+    chunk = find_chunk(samples, num_samples, num_partials, C)
+    begin, end, partial = chunk.begin, chunk.end, chunk.partial
     if chunk.busy:
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
         dtype: gl.constexpr = query_ptr.dtype.element_ty
@@ -100,10 +100,12 @@ def forward_kernel(
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 x = decompose(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(right), ROWS)
                 if C.COMPONENTS > 1:
-                    of_q = load_components(queries, (0, C.BLOCK_R), (column, COLUMNS), left, False)
+                    q_components = load_components(
+                        queries, (0, C.BLOCK_R), (column, COLUMNS), left, False
+                    )
                 else:
-                    of_q = q
-                dots = product(of_q, x, dots, C.COMPONENTS)
+                    q_components = q
+                dots = product(q_components, x, dots, C.COMPONENTS)
             n = start + index
             visible = (n < end)[None, :]
             buckets = row_buckets(n, biases, chunk, C)
@@ -132,12 +134,12 @@ def forward_kernel(
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
         if C.SCORE != "softmax":
-            maximum, total = stats_of_one(total, chunk)
-        if split >= 0:
+            maximum, total = elementwise_stats(total, chunk)
+        if partial >= 0:
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 acc = accs[column // COLUMNS]
-                store_rows(sums.acc, acc, split.to(gl.int64) * count, count, column, C.D)
-            store_chunk_stats(sums, split, count, maximum, total)
+                store_rows(partials.acc, acc, partial.to(gl.int64) * count, count, column, C.D)
+            store_chunk_stats(partials, partial, count, maximum, total)
         else:
             inverse = store_stats(outputs, num_rows, row, count, maximum, total)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):

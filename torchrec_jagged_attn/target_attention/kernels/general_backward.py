@@ -43,7 +43,7 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
     clear_gradients,
     find_work,
     load_queries,
-    split_rows,
+    partial_rows,
     store_queries,
 )
 
@@ -61,10 +61,10 @@ class Queries(NamedTuple):
 
 @triton.jit
 def _load_grad_lse(outputs, rows, inverse):
-    """Gradients of log-sum-exps of ``rows``, zero if no history row is visible (``inverse`` is
-    zero); None without them.
+    """Gradients of log-sum-exps of ``rows``, or None; zero if no history row is visible, when
+    ``inverse`` is zero.
 
-    It is returned alone: a tuple that holds None cannot be, in Triton 3.6.
+    Triton 3.6 cannot return None in a tuple, so there is a function for these alone.
     """
     grad_lse = None
     if outputs.grad_lse is not None:
@@ -132,7 +132,7 @@ def _load_block(
 
 @triton.jit(
     do_not_specialize=[
-        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+        "num_samples", "num_targets", "num_rows", "num_partials", "num_history_rows",
     ]
 )  # fmt: skip
 def grad_query_kernel(
@@ -142,12 +142,12 @@ def grad_query_kernel(
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
-    sums,  # Sums
+    partials,  # Partials
     samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
-    num_splits,
+    num_partials,
     num_history_rows,  # ``N``
     history_stride,
     scale,
@@ -155,13 +155,13 @@ def grad_query_kernel(
 ):
     """Gradient of one block of a sample's query rows, over one chunk of its history.
 
-    If SINGLE_PASS, samples of one block are left to the other kernel. Gradients of query rows
-    behind the last offset are set to zero.
+    If SINGLE_PASS, ``grad_history_kernel`` computes samples of one block instead. Gradients of
+    query rows behind the last offset are set to zero.
     """
     if C.LAYOUT == JAGGED:
         end = tl.load(samples.query_offsets + num_samples).to(tl.int64) * C.H
         clear_rows(grads.query, end, num_rows, C.D, C.D, C.BLOCK_D)
-    work = find_work(samples, num_samples, num_targets, num_splits, C, ALL_BLOCKS=False)
+    work = find_work(samples, num_samples, num_targets, num_partials, C, ALL_BLOCKS=False)
     row, count = work.row, work.count
     if not work.busy or (C.SINGLE_PASS and count <= C.BLOCK_R):
         return
@@ -172,7 +172,7 @@ def grad_query_kernel(
     )
     grad_lse = _load_grad_lse(outputs, row + r, queries.inverse)
     delta = queries.delta
-    alone = (work.end - work.begin == 1) & (work.split < 0)
+    alone = (work.end - work.begin == 1) & (work.partial < 0)
 
     acc = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
     ds_total = tl.zeros([C.BLOCK_R], tl.float32)  # zero or grad_lse, but for the rounding of out
@@ -186,11 +186,11 @@ def grad_query_kernel(
         if C.SCORE == "softmax":
             ds_total += tl.sum(ds, 0)
     acc = tl.trans(acc)
-    if work.split >= 0:
-        room = split_rows(num_targets, C)
+    if work.partial >= 0:
+        capacity = partial_rows(num_targets, C)
         local = tl.arange(0, C.BLOCK_R)
-        store_queries(sums.acc, acc, work.split * room, local, room, d, C.D)
-        tl.store(sums.weights + work.split * room + local, ds_total, mask=local < room)
+        store_queries(partials.acc, acc, work.partial * capacity, local, capacity, d, C.D)
+        tl.store(partials.totals + work.partial * capacity + local, ds_total, mask=local < capacity)
     else:
         # With ds_total added to delta, ds sum to zero, and acc is smaller by ds_total · out.
         if grad_lse is not None:
@@ -198,13 +198,13 @@ def grad_query_kernel(
         delta += ds_total
         acc -= ds_total[:, None] * out.to(tl.float32)
         store_queries(grads.query, acc * scale, row, r, count, d, C.D)
-    if tl.program_id(0) >= num_splits:  # the first chunk
+    if tl.program_id(0) >= num_partials:  # the first chunk
         tl.store(grads.delta + row + r, delta, mask=r < count)
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+        "num_samples", "num_targets", "num_rows", "num_partials", "num_history_rows",
     ]
 )  # fmt: skip
 def grad_history_kernel(
@@ -214,12 +214,12 @@ def grad_history_kernel(
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
-    sums,  # Sums
+    partials,  # Partials
     samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
-    num_splits,
+    num_partials,
     num_history_rows,  # ``N``
     history_stride,
     scale,
@@ -228,18 +228,18 @@ def grad_history_kernel(
 ):
     """Gradients of one chunk of a sample's history and of its biases, over all its query rows.
 
-    If ONE_BLOCK, of samples with one block of query rows, whose gradients it computes, too; else of
-    the other samples, whose ``delta`` it reads. Gradients behind the last offset are set to zero,
-    by the first of both kernels if samples differ.
+    If ONE_BLOCK, for samples with one block of query rows, and with the gradients of queries; else
+    for the other samples, whose ``delta`` is read. Gradients behind the last offset are set to
+    zero, by the first of both launches if samples differ.
     """
     if ONE_BLOCK or C.LAYOUT != JAGGED or not C.SINGLE_PASS:
         clear_gradients(grads, samples, num_samples, num_history_rows, C)
-    work = find_work(samples, num_samples, num_targets, num_splits, C, ALL_BLOCKS=True)
+    work = find_work(samples, num_samples, num_targets, num_partials, C, ALL_BLOCKS=True)
     row, count = work.row, work.count
     if not work.busy or (C.SINGLE_PASS and count <= C.BLOCK_R) != ONE_BLOCK:
         return
     query_row = 0 if C.LAYOUT == SHARED else row
-    alone = (work.end - work.begin == 1) & (work.split < 0)
+    alone = (work.end - work.begin == 1) & (work.partial < 0)
     d = tl.arange(0, C.BLOCK_D)
     h = tl.arange(0, C.BLOCK_H)
     r = tl.arange(0, C.BLOCK_R).to(tl.int64)
@@ -298,25 +298,25 @@ def grad_history_kernel(
             tl.store(grads.bias + n * C.H + h[None, :], heads, mask=mask)
         if C.P > 0 or C.A > 0:
             flat = start + tl.arange(0, C.BLOCK_N)
-            of_position, of_age = row_buckets(
+            position_buckets, age_buckets = row_buckets(
                 flat, flat < work.end, samples.offsets, biases, work.sample, C
             )
             if C.P > 0:
                 grad_position_bias = add_to_table(
-                    grad_position_bias, of_position, heads, x.dtype, C.BLOCK_P
+                    grad_position_bias, position_buckets, heads, x.dtype, C.BLOCK_P
                 )
             if C.A > 0:
-                grad_age_bias = add_to_table(grad_age_bias, of_age, heads, x.dtype, C.BLOCK_A)
+                grad_age_bias = add_to_table(grad_age_bias, age_buckets, heads, x.dtype, C.BLOCK_A)
 
     if ONE_BLOCK:
         grad_query = tl.trans(acc_query)
-        if work.split >= 0:
-            room = split_rows(num_targets, C)
-            store_queries(sums.acc, grad_query, work.split * room, r, room, d, C.D)
+        if work.partial >= 0:
+            capacity = partial_rows(num_targets, C)
+            store_queries(partials.acc, grad_query, work.partial * capacity, r, capacity, d, C.D)
         else:
             store_queries(grads.query, grad_query * scale, row, r, count, d, C.D)
         if (samples.indices is not None) and (grads.delta is not None):
-            if tl.program_id(0) >= num_splits:  # the first chunk
+            if tl.program_id(0) >= num_partials:  # the first chunk
                 tl.store(grads.delta + row + r, queries.delta, mask=r < count)
     table = tl.program_id(0).to(tl.int64) * (C.P + C.A)
     if C.P > 0:

@@ -1,8 +1,8 @@
-"""Combine splits in separate kernels, for variants whose last program does not do it.
+"""Combine partial results in separate kernels, for variants that do not combine them themselves.
 
-Outputs and gradients of queries are combined over splits, gradients of tables over programs. If
-launches overlap (OVERLAP), all programs wait for the previous kernel, also those without work, so
-that the next kernel can rely on its results.
+Outputs and gradients of queries are combined over the chunks of a sample, gradients of tables over
+programs. If launches overlap (OVERLAP), every program waits for the previous kernel, even without
+work, so that the next kernel can rely on its results.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torchrec_jagged_attn.runtime.kernels.jagged import count_chunks, find_sampl
 from torchrec_jagged_attn.runtime.kernels.softmax import LOG2E, load_stats
 from torchrec_jagged_attn.target_attention.kernels.schedule import (
     load_queries,
+    partial_rows,
     query_rows,
-    split_rows,
     store_outputs,
     store_queries,
 )
@@ -26,28 +26,29 @@ TABLES_AT_ONCE = tl.constexpr(128)
 
 @triton.jit
 def _find_chunks(samples, num_samples, num_targets, C: tl.constexpr):
-    """The block of query rows whose first chunk has this program's split, if any.
+    """The block of query rows that this program combines, and the range of its partial results.
 
-    Returns ``(busy, first, count, block, begin, end, step)``: whether there is one, first output
-    row and number of query rows of its sample, the block, and the range of its splits.
+    The program with the index of a block's first partial result combines it. Returns
+    ``(busy, first, count, block, begin, end, step)``: whether there is such a block, the first
+    output row and the number of query rows of its sample, the block, and the range.
     """
-    split = tl.program_id(0).to(tl.int64)
-    sample = find_sample(samples.offsets, num_samples, split, 1, C.SPLIT, 0)
+    partial = tl.program_id(0).to(tl.int64)
+    sample = find_sample(samples.offsets, num_samples, partial, 1, C.ROWS_PER_PARTIAL, 0)
     begin = tl.load(samples.offsets + sample).to(tl.int64)
     length = tl.load(samples.offsets + sample + 1).to(tl.int64) - begin
     first, count = query_rows(samples, sample, num_targets, C)
     num_blocks = tl.cdiv(count, C.BLOCK_R)
-    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SPLIT)
-    block = split - begin // C.SPLIT
+    chunks = count_chunks(length, num_blocks, C.CHUNK, C.ROWS_PER_PARTIAL)
+    block = partial - begin // C.ROWS_PER_PARTIAL
     if C.OVERLAP:
         cuda.gdc_wait()
     busy = (block < num_blocks) & (chunks > 1)
-    return busy, first, count, block, split, split + chunks * num_blocks, num_blocks
+    return busy, first, count, block, partial, partial + chunks * num_blocks, num_blocks
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def combine_outputs_kernel(
-    sums,  # Sums
+    partials,  # Partials
     outputs,  # Outputs; ``residual`` is None if not requested
     samples,  # Samples
     num_samples,
@@ -59,17 +60,17 @@ def combine_outputs_kernel(
     busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
     if not busy:
         return
-    room = split_rows(num_targets, C)
+    capacity = partial_rows(num_targets, C)
     local = tl.arange(0, C.BLOCK_R)
     d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
     acc = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
     maximum = tl.full([C.BLOCK_R], -float("inf"), tl.float32)
     total = tl.zeros([C.BLOCK_R], tl.float32)
-    for split in tl.range(begin, end, step, num_stages=4):
-        chunk_acc = load_queries(sums.acc, split * room, local, room, d, C.D)
-        ptrs = sums.weights + split * 2 * room + local
-        chunk_maximum = tl.load(ptrs, mask=local < room, other=-float("inf"))
-        chunk_total = tl.load(ptrs + room, mask=local < room, other=0.0)
+    for partial in tl.range(begin, end, step, num_stages=4):
+        chunk_acc = load_queries(partials.acc, partial * capacity, local, capacity, d, C.D)
+        ptrs = partials.totals + partial * 2 * capacity + local
+        chunk_maximum = tl.load(ptrs, mask=local < capacity, other=-float("inf"))
+        chunk_total = tl.load(ptrs + capacity, mask=local < capacity, other=0.0)
         new_maximum = tl.maximum(maximum, chunk_maximum)
         shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
         rescale = tl.exp2((maximum - shift) * LOG2E)
@@ -83,9 +84,9 @@ def combine_outputs_kernel(
 
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows"])
 def combine_gradients_kernel(
-    sums,  # Sums; ``weights`` is None if a single pass computes all samples
+    partials,  # Partials; ``totals`` is None if a single pass computes all samples
     outputs,  # Outputs
-    grads,  # Gradients; ``delta``, read and written, is None if ``weights`` is
+    grads,  # Gradients; ``delta`` is updated, or None like ``totals``
     samples,  # Samples
     num_samples,
     num_targets,
@@ -97,19 +98,19 @@ def combine_gradients_kernel(
     busy, first, count, block, begin, end, step = _find_chunks(samples, num_samples, num_targets, C)
     if not busy:
         return
-    room = split_rows(num_targets, C)
+    capacity = partial_rows(num_targets, C)
     local = tl.arange(0, C.BLOCK_R)
     d = tl.program_id(1) * C.BLOCK_D + tl.arange(0, C.BLOCK_D)
     r = block * C.BLOCK_R + local
     acc = tl.zeros([C.BLOCK_R, C.BLOCK_D], tl.float32)
-    for split in tl.range(begin, end, step, num_stages=4):
-        acc += load_queries(sums.acc, split * room, local, room, d, C.D)
-    if sums.weights is not None:
+    for partial in tl.range(begin, end, step, num_stages=4):
+        acc += load_queries(partials.acc, partial * capacity, local, capacity, d, C.D)
+    if partials.totals is not None:
         if count > C.BLOCK_R or not C.SINGLE_PASS:
             ds_total = tl.zeros([C.BLOCK_R], tl.float32)
-            for split in range(begin, end, step):
-                ptrs = sums.weights + split * room + local
-                ds_total += tl.load(ptrs, mask=local < room, other=0.0)
+            for partial in range(begin, end, step):
+                ptrs = partials.totals + partial * capacity + local
+                ds_total += tl.load(ptrs, mask=local < capacity, other=0.0)
             if outputs.grad_lse is not None:
                 _, inverse = load_stats(outputs.stats, num_rows, first + r, r < count)
                 ds_total -= tl.load(outputs.grad_lse + first + r, mask=inverse != 0, other=0.0)
@@ -121,14 +122,14 @@ def combine_gradients_kernel(
     store_queries(grads.query, acc * scale, first, r, count, d, C.D)
 
 
-@triton.jit(do_not_specialize=["num_tables", "num_targets", "num_first", "num_splits"])
+@triton.jit(do_not_specialize=["num_tables", "num_targets", "num_first", "num_partials"])
 def sum_tables_kernel(
     tables_ptr,  # [tables, buckets, targets, H] fp32
     out_ptr,  # [partial sums, buckets, H] fp32
     num_tables,
     num_targets,
     num_first,
-    num_splits,
+    num_partials,
     size,  # buckets · H
     H: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -136,23 +137,23 @@ def sum_tables_kernel(
 ):
     """Sum COLUMNS elements over targets and every ``num_programs(1)``-th block of tables.
 
-    The tables of ``num_splits`` splits follow those of the first ``num_first`` samples. They are
-    summed last, so that sums do not depend on how many splits a buffer of rows has room for.
+    The tables of the first ``num_first`` samples come before ``num_partials`` tables of partial
+    results. These are summed last, so that sums do not depend on the number of unused ones.
     """
     if OVERLAP:
         cuda.gdc_wait()
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    partial = tl.program_id(1)
-    num_samples = num_tables - num_splits
+    group = tl.program_id(1)
+    num_samples = num_tables - num_partials
     total = tl.zeros([TABLES_AT_ONCE, COLUMNS], tl.float32)
     for target in range(num_targets):
         at = (column // H * num_targets + target) * H + column % H
         step = TABLES_AT_ONCE * tl.num_programs(1)
-        for first in range(partial * TABLES_AT_ONCE, num_tables, step):
+        for first in range(group * TABLES_AT_ONCE, num_tables, step):
             i = first + tl.arange(0, TABLES_AT_ONCE)
-            table = tl.where(i < num_first, i, i + num_splits)
+            table = tl.where(i < num_first, i, i + num_partials)
             table = tl.where(i < num_samples, table, i - num_samples + num_first).to(tl.int64)
             mask = (i < num_tables)[:, None] & (column < size)[None, :]
             ptrs = tables_ptr + table[:, None] * (size * num_targets) + at[None, :]
             total += tl.load(ptrs, mask=mask, other=0.0)
-    tl.store(out_ptr + partial * size + column, tl.sum(total, 0), mask=column < size)
+    tl.store(out_ptr + group * size + column, tl.sum(total, 0), mask=column < size)

@@ -27,31 +27,31 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import (
     clear_outputs,
     find_work,
     load_queries,
-    split_rows,
+    partial_rows,
     store_outputs,
     store_queries,
 )
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_partials"])
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed codes; rows history_stride apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None if not requested
-    sums,  # Sums
+    partials,  # Partials
     samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
-    num_splits,
+    num_partials,
     history_stride,
     scale,
     C: tl.constexpr,  # Constants
 ):
     """One block of query rows over one chunk of its sample's history."""
     clear_outputs(outputs, samples, num_samples, num_rows, C)
-    work = find_work(samples, num_samples, num_targets, num_splits, C, ALL_BLOCKS=False)
+    work = find_work(samples, num_samples, num_targets, num_partials, C, ALL_BLOCKS=False)
     if not work.busy:
         return
     r = work.block * C.BLOCK_R + tl.arange(0, C.BLOCK_R)
@@ -84,15 +84,15 @@ def forward_kernel(
 
     if C.SCORE != "softmax":  # no normalization: a total of one over all chunks of a sample
         maximum = tl.zeros([C.BLOCK_R], tl.float32)
-        is_first = (tl.program_id(0) >= num_splits) & (work.end > work.begin)
+        is_first = (tl.program_id(0) >= num_partials) & (work.end > work.begin)
         total = maximum + is_first.to(tl.float32)
     acc = tl.trans(acc)
-    if work.split >= 0:
-        room = split_rows(num_targets, C)
+    if work.partial >= 0:
+        capacity = partial_rows(num_targets, C)
         local = tl.arange(0, C.BLOCK_R)
-        store_queries(sums.acc, acc, work.split * room, local, room, d, C.D)
-        weights_ptr = sums.weights + work.split * 2 * room + local
-        tl.store(weights_ptr, maximum, mask=local < room)
-        tl.store(weights_ptr + room, total, mask=local < room)
+        store_queries(partials.acc, acc, work.partial * capacity, local, capacity, d, C.D)
+        weights_ptr = partials.totals + work.partial * 2 * capacity + local
+        tl.store(weights_ptr, maximum, mask=local < capacity)
+        tl.store(weights_ptr + capacity, total, mask=local < capacity)
     else:
         store_outputs(outputs, acc, maximum, total, num_rows, work.row, r, work.count, d, C.D)

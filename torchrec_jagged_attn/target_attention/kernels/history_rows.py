@@ -1,5 +1,5 @@
-"""History rows as the Triton kernels read them: gathered by indices if there are any, and unpacked
-if they are packed codes (``codes/kernels/rows.py``).
+"""Load history rows in the Triton kernels: by gather indices, if given, and unpacked from packed
+codes (``codes/kernels/rows.py``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torchrec_jagged_attn.target_attention.kernels.schedule import gather_indice
 def load_history(
     history_ptr, samples, start, end, d, history_stride, dtype: tl.constexpr, C: tl.constexpr
 ):
-    """``(n, visible, x)`` of the positions from ``start`` to ``end``: the positions and their mask,
-    ``[BLOCK_N, 1]``, and their rows ``[BLOCK_N, BLOCK_D]`` in ``dtype``.
+    """``(n, visible, x)``: the positions from ``start`` to ``end``, their mask (``[BLOCK_N, 1]``
+    each), and their rows ``[BLOCK_N, BLOCK_D]`` in ``dtype``.
 
-    Rows of codes have a one in the last column. Masked elements are zeros, but arbitrary in rows of
-    codes.
+    Unpacked codes are followed by a one in the last column. Masked elements are zeros, but of
+    packed codes arbitrary.
     """
     index = tl.arange(0, C.BLOCK_N)
     n = (start + index)[:, None]

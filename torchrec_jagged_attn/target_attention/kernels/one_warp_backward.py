@@ -36,7 +36,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     columns_at_once,
     copy_next,
     decompose,
-    find_listed_chunk,
+    find_scheduled_chunk,
     indices_to_store,
     load_columns,
     load_components,
@@ -75,15 +75,17 @@ def _delta_of_half(outputs, grad_out, row, count, C: gl.constexpr):
 
 
 @gluon.jit
-def _delta_of_fp32(outputs, both, row, count, C: gl.constexpr):
+def _delta_of_fp32(outputs, stacked_queries, row, count, C: gl.constexpr):
     """``[8]``: Σ_d grad_out · out, rounded like the products from which it is subtracted."""
     COLUMNS: gl.constexpr = columns_at_once(C)
     products = gl.zeros([16, BLOCK_R], gl.float32, MMA)
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
         out = load_rows(outputs.out, row, count, column, [16, COLUMNS], LEFT, C.D)
-        of_grad = load_components(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+        grad_out_components = load_components(
+            stacked_queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True
+        )
         products = product(
-            decompose(out, C.COMPONENTS), of_grad, products, C.COMPONENTS, SEPARATE=True
+            decompose(out, C.COMPONENTS), grad_out_components, products, C.COMPONENTS, SEPARATE=True
         )
     row_of_out = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
     row_of_grad = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))[None, :]
@@ -91,7 +93,7 @@ def _delta_of_fp32(outputs, both, row, count, C: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_rows(tile, q, grad_out, both, C: gl.constexpr):
+def _multiply_rows(tile, q, grad_out, stacked_queries, C: gl.constexpr):
     """``[BLOCK_N, 8]`` twice: products of a tile's rows with queries and gradients of outputs."""
     COLUMNS: gl.constexpr = columns_at_once(C)
     dots = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
@@ -99,27 +101,31 @@ def _multiply_rows(tile, q, grad_out, both, C: gl.constexpr):
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
         x = decompose(tile.slice(column, COLUMNS, 1).load(LEFT), row_components(C))
         if C.COMPONENTS > 1:  # too many for registers
-            of_grad = load_components(both, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
-            of_q = load_components(both, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True)
+            grad_out_components = load_components(
+                stacked_queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True
+            )
+            q_components = load_components(
+                stacked_queries, (BLOCK_R, BLOCK_R), (column, COLUMNS), RIGHT, True
+            )
         else:
-            of_grad = grad_out
-            of_q = q
-        dots = product(x, of_q, dots, C.COMPONENTS, SEPARATE=True)
-        dp = product(x, of_grad, dp, C.COMPONENTS, SEPARATE=True)
+            grad_out_components = grad_out
+            q_components = q
+        dots = product(x, q_components, dots, C.COMPONENTS, SEPARATE=True)
+        dp = product(x, grad_out_components, dp, C.COMPONENTS, SEPARATE=True)
     return dots, dp
 
 
 @gluon.jit
-def _differentiate_rows(grads, of_rows, C: gl.constexpr):
+def _differentiate_rows(grads, row_operands, C: gl.constexpr):
     """Store the gradients of a tile's rows: ``p · grad_out + ds · q``."""
-    p, ds, both, indices, targets, first, start, end = of_rows
+    p, ds, stacked_queries, indices, targets, first, start, end = row_operands
     dtype: gl.constexpr = grads.history.dtype.element_ty
     STORED: gl.constexpr = indices[1].shape[0]
-    of_rows = decompose(_side_by_side(p.to(dtype), ds.to(dtype)), C.COMPONENTS)
+    stacked_weights = decompose(_side_by_side(p.to(dtype), ds.to(dtype)), C.COMPONENTS)
     for column in gl.static_range(0, C.BLOCK_D, STORED):
-        operand = load_components(both, (0, 2 * BLOCK_R), (column, STORED), RIGHT, False)
+        operand = load_components(stacked_queries, (0, 2 * BLOCK_R), (column, STORED), RIGHT, False)
         grad_x = gl.zeros([C.BLOCK_N, STORED], gl.float32, MMA)
-        grad_x = product(of_rows, operand, grad_x, C.COMPONENTS)
+        grad_x = product(stacked_weights, operand, grad_x, C.COMPONENTS)
         store_grad_of_history(grads, grad_x, indices, targets, first, start, end, column, C)
 
 
@@ -128,17 +134,17 @@ def _add_to_queries(accs, tile, ds, dtype: gl.constexpr, C: gl.constexpr):
     """``accs``, columns of the gradients of queries, plus the terms of the rows of a tile."""
     COLUMNS: gl.constexpr = columns_at_once(C)
     ROWS: gl.constexpr = row_components(C)
-    of_queries = decompose(gl.convert_layout(ds.to(dtype), RIGHT), C.COMPONENTS)
+    ds_components = decompose(gl.convert_layout(ds.to(dtype), RIGHT), C.COMPONENTS)
     new_accs = ()
     for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
         x = decompose(tile.slice(column, COLUMNS, 1).permute((1, 0)).load(LEFT), ROWS)
-        new_accs += (product(x, of_queries, accs[column // COLUMNS], C.COMPONENTS),)
+        new_accs += (product(x, ds_components, accs[column // COLUMNS], C.COMPONENTS),)
     return new_accs
 
 
 @gluon.jit
 def _allocate_table(C: gl.constexpr):
-    """``[blocks, 16, 8]`` in shared memory, blocks of ages after those of positions."""
+    """``[blocks, 16, 8]`` in shared memory: the blocks of positions, then of ages."""
     shape: gl.constexpr = [blocks_of(C.P) + blocks_of(C.A), 16, BLOCK_R]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return gl.allocate_shared_memory(gl.float32, shape, plain)
@@ -146,7 +152,7 @@ def _allocate_table(C: gl.constexpr):
 
 @gluon.jit
 def _clear(table, weights):
-    """Set a table to zero, and that of weights, if there is one."""
+    """Set a table and, if given, the table of ``weights`` to zero."""
     BLOCKS: gl.constexpr = table.shape[0]
     for block in gl.static_range(BLOCKS):
         table.index(block).store(gl.zeros([16, BLOCK_R], gl.float32, MMA))
@@ -161,7 +167,7 @@ def _add_to_table(
     """Add gradients of scores ``ds`` (in COMPONENTS, as right operands) to their ``buckets``.
 
     The buckets begin at block FIRST of ``table``. The rows of a tile, which are near in time, fall
-    into few blocks. If there is a table of ``weights``, ``p`` is added to it.
+    into few blocks. ``p`` is added to the table of ``weights``, if given.
     """
     block_of_row = buckets // 16
     lowest = gl.min(gl.where(visible, block_of_row, 2**30), 0)
@@ -188,19 +194,19 @@ def _add_to_tables(table, weights, buckets, ds, p, count, C: gl.constexpr):
     ds = decompose(gl.convert_layout(ds, RIGHT), COMPONENTS)
     if weights is not None:
         p = gl.convert_layout(p.to(gl.bfloat16), RIGHT)
-    of_row: gl.constexpr = gl.SliceLayout(0, LEFT)
-    visible = gl.arange(0, C.BLOCK_N, of_row) < count
+    bucket_layout: gl.constexpr = gl.SliceLayout(0, LEFT)
+    visible = gl.arange(0, C.BLOCK_N, bucket_layout) < count
     if C.P > 0:
-        of_position = gl.convert_layout(buckets[0], of_row)
-        _add_to_table(table, weights, of_position, visible, ds, p, 0, COMPONENTS)
+        position_buckets = gl.convert_layout(buckets[0], bucket_layout)
+        _add_to_table(table, weights, position_buckets, visible, ds, p, 0, COMPONENTS)
     if C.A > 0:
-        of_age = gl.convert_layout(buckets[1], of_row)
-        _add_to_table(table, weights, of_age, visible, ds, p, blocks_of(C.P), COMPONENTS)
+        age_buckets = gl.convert_layout(buckets[1], bucket_layout)
+        _add_to_table(table, weights, age_buckets, visible, ds, p, blocks_of(C.P), COMPONENTS)
 
 
 @gluon.jit
 def _sum_of_blocks(table, BLOCKS: gl.constexpr):
-    """``[8]``: over all buckets of the first ``BLOCKS`` blocks."""
+    """``[8]``: the sum over the buckets of the first ``BLOCKS`` blocks."""
     sums = gl.zeros([16, BLOCK_R], gl.float32, MMA)
     for at in gl.static_range(BLOCKS):
         sums += table.index(at).load(MMA)
@@ -209,63 +215,64 @@ def _sum_of_blocks(table, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def _bucket_ptrs(ptr, at: gl.constexpr, count, C: gl.constexpr):
-    """Where the block ``at`` of a table lies in ``[P + A, count]``, and which of it does."""
+    """Pointers to the block ``at`` of a table in ``[P + A, count]``, and their mask."""
     BLOCKS_P: gl.constexpr = blocks_of(C.P)
-    OF_P: gl.constexpr = at < BLOCKS_P
-    b = gl.arange(0, 16, gl.SliceLayout(1, MMA)) + (at if OF_P else at - BLOCKS_P) * 16
+    IS_POSITION: gl.constexpr = at < BLOCKS_P
+    b = gl.arange(0, 16, gl.SliceLayout(1, MMA)) + (at if IS_POSITION else at - BLOCKS_P) * 16
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
-    mask = (b < (C.P if OF_P else C.A))[:, None] & (r < count)[None, :]
-    return ptr + ((b if OF_P else C.P + b)[:, None] * count + r[None, :]), mask
+    mask = (b < (C.P if IS_POSITION else C.A))[:, None] & (r < count)[None, :]
+    return ptr + ((b if IS_POSITION else C.P + b)[:, None] * count + r[None, :]), mask
 
 
 @gluon.jit
 def _store_table(table, ptr, count, C: gl.constexpr):
-    """``[P + A, count]``."""
+    """Store a table as ``[P + A, count]``."""
     for at in gl.static_range(blocks_of(C.P) + blocks_of(C.A)):
         ptrs, mask = _bucket_ptrs(ptr, at, count, C)
         gl.store(ptrs, table.index(at).load(MMA), mask=mask)
 
 
 @gluon.jit
-def _store_correction(sums, ptr, count, chunk, grad_lse, C: gl.constexpr):
-    """``-Σ ds · Σ p`` by bucket, over all chunks of a sample, as another table.
+def _store_correction(partials, ptr, count, chunk, grad_lse, C: gl.constexpr):
+    """Store ``-Σ ds · Σ p`` by bucket, over all chunks of a sample, as another table.
 
-    With ``grad_lse``, that is subtracted from ``Σ ds``.
+    ``grad_lse``, if given, is subtracted from ``Σ ds``.
     """
     size = (1 + C.P + C.A) * count
     r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
     ds_total = gl.zeros([BLOCK_R], gl.float32, gl.SliceLayout(0, MMA))
     for at in range(chunk.chunks):
-        of_chunk = sums.weights + (chunk.first_split + at).to(gl.int64) * size
-        ds_total += gl.load(of_chunk + r, mask=r < count, other=0.0)
+        chunk_ptrs = partials.totals + (chunk.first_partial + at).to(gl.int64) * size
+        ds_total += gl.load(chunk_ptrs + r, mask=r < count, other=0.0)
     if grad_lse is not None:
         ds_total -= grad_lse
     for block in gl.static_range(blocks_of(C.P) + blocks_of(C.A)):
         weights = gl.zeros([16, BLOCK_R], gl.float32, MMA)
-        ptrs, mask = _bucket_ptrs(sums.weights + count, block, count, C)
+        ptrs, mask = _bucket_ptrs(partials.totals + count, block, count, C)
         for at in range(chunk.chunks):
-            of_chunk = ptrs + (chunk.first_split + at).to(gl.int64) * size
-            weights += gl.load(of_chunk, mask=mask, other=0.0)
+            chunk_ptrs = ptrs + (chunk.first_partial + at).to(gl.int64) * size
+            weights += gl.load(chunk_ptrs, mask=mask, other=0.0)
         ptrs, mask = _bucket_ptrs(ptr, block, count, C)
         gl.store(ptrs, -ds_total[None, :] * weights, mask=mask)
 
 
 @gluon.jit
-def _subtract_means(table, weights, sums, split, count, grad_lse, C: gl.constexpr):
-    """Subtract ``Σ ds · Σ p`` from each bucket; of several chunks, store both sums as a split.
+def _subtract_means(table, weights, partials, partial, count, grad_lse, C: gl.constexpr):
+    """Subtract ``Σ ds · Σ p`` from each bucket. If the sample has several chunks, store both sums
+    in its partial result instead.
 
-    With ``grad_lse``, that is subtracted from ``Σ ds``.
+    ``grad_lse``, if given, is subtracted from ``Σ ds``.
     """
     BLOCKS: gl.constexpr = blocks_of(C.P) + blocks_of(C.A)
     ds_total = _sum_of_blocks(table, blocks_of(C.P) if C.P > 0 else BLOCKS)
-    if split < 0:
+    if partial < 0:
         if grad_lse is not None:
             ds_total -= grad_lse
         for block in gl.static_range(BLOCKS):
             means = ds_total[None, :] * weights.index(block).load(MMA)
             table.index(block).store(table.index(block).load(MMA) - means)
     else:
-        ptr = sums.weights + split.to(gl.int64) * (1 + C.P + C.A) * count
+        ptr = partials.totals + partial.to(gl.int64) * (1 + C.P + C.A) * count
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         gl.store(ptr + r, ds_total, mask=r < count)
         _store_table(weights, ptr + count, count, C)
@@ -273,7 +280,7 @@ def _subtract_means(table, weights, sums, split, count, grad_lse, C: gl.constexp
 
 @gluon.jit(
     do_not_specialize=[
-        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+        "num_samples", "num_targets", "num_rows", "num_partials", "num_history_rows",
     ]
 )  # fmt: skip
 def backward_kernel(
@@ -283,12 +290,12 @@ def backward_kernel(
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
-    sums,  # Sums
+    partials,  # Partials
     samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
-    num_splits,
+    num_partials,
     num_history_rows,  # ``N``
     scale,
     C: gl.constexpr,  # Constants
@@ -296,13 +303,13 @@ def backward_kernel(
     """Gradients of one chunk of a sample's history, of its biases and of all its query rows."""
     if C.OVERLAP:
         launch_dependents()
-    chunk = find_listed_chunk(samples, num_samples, num_splits, C)
-    begin, end, split = chunk.begin, chunk.end, chunk.split
+    chunk = find_scheduled_chunk(samples, num_samples, num_partials, C)
+    begin, end, partial = chunk.begin, chunk.end, chunk.partial
     count = num_targets * C.H
     weights = None
     if C.P + C.A > 0:
         table = _allocate_table(C)
-        if sums.weights is not None:
+        if partials.totals is not None:
             weights = _allocate_table(C)
         _clear(table, weights)
     if chunk.busy:
@@ -316,18 +323,18 @@ def backward_kernel(
         if C.COMPONENTS == 1:
             delta = _delta_of_half(outputs, grad_out, row, count, C)
         grad_out = decompose(grad_out, C.COMPONENTS)
-        both = allocate_components(q[0].dtype, C.COMPONENTS, 2 * BLOCK_R, C.BLOCK_D)
-        store_components(both, 0, grad_out, True)
-        store_components(both, BLOCK_R, q, True)
+        stacked_queries = allocate_components(q[0].dtype, C.COMPONENTS, 2 * BLOCK_R, C.BLOCK_D)
+        store_components(stacked_queries, 0, grad_out, True)
+        store_components(stacked_queries, BLOCK_R, q, True)
         if C.COMPONENTS > 1:
-            delta = _delta_of_fp32(outputs, both, row, count, C)
+            delta = _delta_of_fp32(outputs, stacked_queries, row, count, C)
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
         maximum, inverse = load_stats(outputs, num_rows, row, r, count)
         grad_lse = load_grad_lse(outputs, row, r, inverse)
         delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
         stats = QueryStats(maximum, inverse, grad_lse, delta)
         draws = query_draws(biases.dropout, row + r)[None, :]
-        alone = (end - begin == 1) & (split < 0)
+        alone = (end - begin == 1) & (partial < 0)
 
         stored = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
@@ -339,39 +346,52 @@ def backward_kernel(
             targets = load_targets(grads, stored, chunk.first, start, end)
             async_copy.wait_group(C.NUM_STAGES - 2)
             tile = ring.index(stage)
-            dots, dp = _multiply_rows(tile, q, grad_out, both, C)
+            dots, dp = _multiply_rows(tile, q, grad_out, stacked_queries, C)
             n = start + index
             p, kept, ds, buckets = weights_and_gradients(
                 dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C, ROWS=0
             )
             if grads.history is not None:
-                of_rows = (kept, ds * scale, both, stored, targets, chunk.first, start, end)
+                row_operands = (
+                    kept,
+                    ds * scale,
+                    stacked_queries,
+                    stored,
+                    targets,
+                    chunk.first,
+                    start,
+                    end,
+                )
                 if grads.targets is None or gl.max(targets, 0) >= 0:
-                    _differentiate_rows(grads, of_rows, C)
+                    _differentiate_rows(grads, row_operands, C)
             accs = _add_to_queries(accs, tile, ds, dtype, C)
             store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
             if C.P + C.A > 0:
                 _add_to_tables(table, weights, buckets, ds, p, end - start, C)
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)
 
-        if sums.weights is not None:
-            _subtract_means(table, weights, sums, split, count, grad_lse, C)
+        if partials.totals is not None:
+            _subtract_means(table, weights, partials, partial, count, grad_lse, C)
         for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
             grad_query = gl.permute(accs[column // COLUMNS], (1, 0))
-            if split >= 0:
-                store_rows(sums.acc, grad_query, split.to(gl.int64) * count, count, column, C.D)
+            if partial >= 0:
+                store_rows(
+                    partials.acc, grad_query, partial.to(gl.int64) * count, count, column, C.D
+                )
             else:
                 store_rows(grads.query, grad_query * scale, row, count, column, C.D)
-        if split >= 0:
-            if is_last_chunk(samples, num_splits, chunk):
-                combine_queries(sums, grads, row, count, chunk, scale, C)
-                if sums.weights is not None:
-                    program = program_of_sample(chunk.sample, num_samples, num_splits)
+        if partial >= 0:
+            if is_last_chunk(samples, num_partials, chunk):
+                combine_queries(partials, grads, row, count, chunk, scale, C)
+                if partials.totals is not None:
+                    program = program_of_sample(chunk.sample, num_samples, num_partials)
                     ptr = grads.tables + program.to(gl.int64) * (C.P + C.A) * count
-                    _store_correction(sums, ptr, count, chunk, grad_lse, C)
+                    _store_correction(partials, ptr, count, chunk, grad_lse, C)
     if C.P + C.A > 0:
-        of_last_chunk = (chunk.length > 2 * C.CHUNK) & (split < 0) & (sums.weights is not None)
-        if not of_last_chunk:
+        is_left_to_last_chunk = (
+            (chunk.length > 2 * C.CHUNK) & (partial < 0) & (partials.totals is not None)
+        )
+        if not is_left_to_last_chunk:
             ptr = grads.tables + gl.program_id(0).to(gl.int64) * (C.P + C.A) * count
             _store_table(table, ptr, count, C)
     clear_gradients(grads, samples, num_samples, num_history_rows, C)

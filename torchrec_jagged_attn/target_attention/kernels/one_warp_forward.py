@@ -1,10 +1,10 @@
 """Forward of target attention, a warp for all query rows: for samples of up to 8 query rows.
 
 A program is one warp: it computes all query rows of a sample over one chunk of its history. History
-rows are read once, N·D·e bytes, which is the roofline. Tiles of them are on the M side of products,
-``[rows, queries]`` for scores and ``[width, queries]`` for outputs, which read the same tile in
-shared memory. With so many small programs per multiprocessor, enough loads are in flight. The last
-program of a sample combines its chunks: see ``warp_combine.py``.
+rows are read once, N·D·e bytes, which is the roofline. Tiles of history rows are on the M side of
+products: ``[rows, queries]`` for scores and ``[width, queries]`` for outputs, which read the same
+tile in shared memory. With so many small programs per multiprocessor, enough loads are in flight.
+The last program of a sample combines its chunks: see ``warp_combine.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
 from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     combine_outputs,
+    elementwise_stats,
     is_last_chunk,
-    stats_of_one,
     store_chunk_stats,
     store_outputs,
     store_stats,
@@ -33,7 +33,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     decompose,
     drop_weights,
     exp,
-    find_listed_chunk,
+    find_scheduled_chunk,
     load_bias,
     load_columns,
     load_components,
@@ -52,24 +52,24 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
 )
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_partials"])
 def forward_kernel(
     query_ptr,  # [rows, D]
     history_ptr,  # [N, D], or packed codes; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None if not requested
-    sums,  # Sums
+    partials,  # Partials
     samples,  # Samples
     num_samples,
     num_targets,
     num_rows,
-    num_splits,
+    num_partials,
     scale,
     C: gl.constexpr,  # Constants
 ):
     """All query rows of a sample over one chunk of its history."""
-    chunk = find_listed_chunk(samples, num_samples, num_splits, C)
-    begin, end, split = chunk.begin, chunk.end, chunk.split
+    chunk = find_scheduled_chunk(samples, num_samples, num_partials, C)
+    begin, end, partial = chunk.begin, chunk.end, chunk.partial
     if chunk.busy:
         history_ptr = rows_of_sample(history_ptr, samples, chunk, C)
         dtype: gl.constexpr = query_ptr.dtype.element_ty
@@ -100,10 +100,12 @@ def forward_kernel(
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 x = decompose(tile.slice(column, COLUMNS, 1).load(LEFT), ROWS)
                 if C.COMPONENTS > 1:
-                    of_q = load_components(queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True)
+                    q_components = load_components(
+                        queries, (0, BLOCK_R), (column, COLUMNS), RIGHT, True
+                    )
                 else:
-                    of_q = q
-                dots = product(x, of_q, dots, C.COMPONENTS, SEPARATE=True)
+                    q_components = q
+                dots = product(x, q_components, dots, C.COMPONENTS, SEPARATE=True)
             n = start + index
             visible = (n < end)[:, None]
             buckets = row_buckets(n, biases, chunk, C)
@@ -133,8 +135,8 @@ def forward_kernel(
 
         total = gl.sum(total, 0)
         if C.SCORE != "softmax":
-            maximum, total = stats_of_one(total, chunk)
-        if split < 0:
+            maximum, total = elementwise_stats(total, chunk)
+        if partial < 0:
             inverse = store_stats(outputs, num_rows, row, count, maximum, total)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 out = gl.permute(accs[column // COLUMNS] * inverse[None, :], (1, 0))
@@ -142,7 +144,7 @@ def forward_kernel(
         else:
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 acc = gl.permute(accs[column // COLUMNS], (1, 0))
-                store_rows(sums.acc, acc, split.to(gl.int64) * count, count, column, C.D)
-            store_chunk_stats(sums, split, count, maximum, total)
-            if is_last_chunk(samples, num_splits, chunk):
-                combine_outputs(sums, outputs, num_rows, row, count, chunk, C)
+                store_rows(partials.acc, acc, partial.to(gl.int64) * count, count, column, C.D)
+            store_chunk_stats(partials, partial, count, maximum, total)
+            if is_last_chunk(samples, num_partials, chunk):
+                combine_outputs(partials, outputs, num_rows, row, count, chunk, C)

@@ -1,7 +1,7 @@
 """Records of arguments of the kernels of target attention, with their shapes.
 
-``rows`` are the query rows of all samples; a sample has ``count`` of them: targets × heads, in this
-order; a split has ``split_rows``. Pointers are ``None`` if a kernel does not use them.
+``rows`` are the query rows of all samples. A sample has ``count`` of them: targets × heads, in this
+order. A partial result has ``partial_rows``. Pointers are ``None`` if a kernel does not use them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ class Constants(NamedTuple):
     STRIDE: int | None = None  # elements from one history row to the next
     BLOCK_N: int | None = None  # history rows of a tile
     NUM_STAGES: int | None = None  # tiles in shared memory
-    SPLIT: int | None = None  # history rows per split
+    ROWS_PER_PARTIAL: int | None = None  # history rows per partial result, see ``schedule.py``
     PRECISION: str | None = None  # of products, see ``matmul.product_precision``
-    COMPONENTS: int | None = (
-        None  # of bf16 that a number is multiplied in, see ``warp_common.decompose``
-    )
+    COMPONENTS: int | None = None  # bf16 components of a number, see ``warp_common.decompose``
     OVERLAP: bool = False  # whether launches overlap
     SINGLE_PASS: bool = False  # whether one pass computes all gradients of samples of one block
     ONE_TARGET: bool = False  # whether samples have one target each, and one block of query rows
@@ -40,17 +38,19 @@ class Constants(NamedTuple):
     BLOCK_A: int | None = None  # ages of such a tile
 
 
-class SplitList(NamedTuple):
-    """The list of splits that ``schedule.list_splits_kernel`` writes, and offsets."""
+class SplitSchedule(NamedTuple):
+    """How histories are split into chunks, written by ``schedule.split_schedule_kernel``."""
 
-    splits: Any  # [2, splits] int32: the sample of each split, or -1; counters, zeros
+    # [2, partials] int32: the sample of each partial result, or -1; and for the first partial
+    # result of each sample, the number of finished chunks, initially zero
+    entries: Any
     offsets: Any  # [B + 1], of history rows
 
 
 class Samples(NamedTuple):
     """Offsets and indices of samples."""
 
-    splits: Any  # of the :class:`SplitList`
+    schedule: Any  # ``entries`` of the :class:`SplitSchedule`
     offsets: Any  # [B + 1], of history rows
     query_offsets: Any  # [B + 1], of targets, if queries are JAGGED
     indices: Any = None  # [N], gather indices of history rows, if there are any
@@ -65,16 +65,16 @@ class Outputs(NamedTuple):
     grad_lse: Any = None  # [rows] fp32, the gradient of log-sum-exps; in backward only
 
 
-class Sums(NamedTuple):
-    """Partial results of splits, to be combined."""
+class Partials(NamedTuple):
+    """Partial results of the chunks of long histories, to be combined."""
 
-    # [splits, split_rows, D] fp32: outputs, not yet divided by their total, or gradients of
+    # [partials, partial_rows, D] fp32: outputs, not yet divided by their total, or gradients of
     # queries, not yet scaled
     acc: Any
-    # In fp32. Forward [splits, 2, split_rows]: the largest score and the total of weights. Backward
-    # [splits, split_rows]: the total of the gradients of scores; in ``one_warp``
-    # [splits, 1 + P + A, split_rows]: that and the weights of each bucket.
-    weights: Any
+    # In fp32. Forward [partials, 2, partial_rows]: the largest score and the total of weights.
+    # Backward [partials, partial_rows]: the total of the gradients of scores; in ``one_warp``
+    # [partials, 1 + P + A, partial_rows]: also the total of the weights of each bucket.
+    totals: Any
 
 
 class Gradients(NamedTuple):

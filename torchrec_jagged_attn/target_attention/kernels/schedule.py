@@ -1,7 +1,18 @@
-"""Work decomposition of target attention: query rows into blocks, histories into chunks.
+"""Work decomposition of target attention: query rows into blocks, long histories into chunks.
 
-The partial result of a chunk of a long history, for one block of query rows, is a split: see
-``runtime/kernels/jagged.py``.
+If a history has several chunks, each of them has a partial result for each block of query rows.
+The index of a partial result follows from offsets, without a prefix sum: there is one for every
+ROWS_PER_PARTIAL rows of the batch, and the partial results of sample ``b`` begin at
+``offsets[b] // ROWS_PER_PARTIAL``. For four samples with one block of query rows each, and
+CHUNK = ROWS_PER_PARTIAL = 64:
+
+    offsets    0      40                               240   270                       420
+    samples    |  0   |               1                |  2  |            3            |
+    chunks     |  40  |  80 rows   |  80 rows   |  40  |  30 |   80 rows   |  70 rows  |
+    partials                0            1         2                4            5
+
+Samples 0 and 2 have a single chunk and no partial result. Partial result 3 is not used: buffers
+have room for ``N // 64 = 6``, so that their size does not depend on the lengths.
 """
 
 from __future__ import annotations
@@ -22,7 +33,7 @@ from torchrec_jagged_attn.runtime.kernels.softmax import store_stats
 
 # Layout of queries: one block of rows per sample, the same block for all samples, or jagged.
 DENSE, SHARED, JAGGED = (tl.constexpr(layout) for layout in range(3))
-SAMPLES_OF_LIST = 128  # samples whose splits a program lists
+SAMPLES_PER_PROGRAM = 128  # of ``split_schedule_kernel``
 
 
 class Work(NamedTuple):
@@ -33,7 +44,7 @@ class Work(NamedTuple):
     block: Any  # index of the block of the sample's query rows
     begin: Any  # first history row of the chunk
     end: Any  # end of the chunk's history rows
-    split: Any  # of the chunk and block; -1 if the chunk is the whole sample
+    partial: Any  # index of the partial result; -1 if the chunk is the whole sample
     row: Any  # first query row of the sample
     count: Any  # number of query rows of the sample
 
@@ -59,20 +70,20 @@ def rows_of_chunk(length, chunks):
 
 @triton.jit
 def find_work(
-    samples, num_samples, num_targets, num_splits, C: tl.constexpr, ALL_BLOCKS: tl.constexpr
+    samples, num_samples, num_targets, num_partials, C: tl.constexpr, ALL_BLOCKS: tl.constexpr
 ):
     """The :class:`Work` of this program.
 
-    The first ``num_splits`` programs have one split each, but not those of first chunks; the others
-    have the first chunk of every sample and block. If ALL_BLOCKS, a program has all blocks of its
-    sample, as if they were one.
+    The first ``num_partials`` programs compute one partial result each, except for partial results
+    of first chunks, which the other programs compute: one for each sample and block. If ALL_BLOCKS,
+    a program computes all blocks of its sample, as if they were one.
     """
     program = tl.program_id(0).to(tl.int64)
-    later = program < num_splits
-    first = tl.maximum(program - num_splits, 0)
+    later = program < num_partials
+    first = tl.maximum(program - num_partials, 0)
     block = program * 0
     if later:
-        sample = find_sample(samples.offsets, num_samples, program, 1, C.SPLIT, 0)
+        sample = find_sample(samples.offsets, num_samples, program, 1, C.ROWS_PER_PARTIAL, 0)
     elif ALL_BLOCKS:
         sample = first
     elif C.LAYOUT == JAGGED:
@@ -86,17 +97,17 @@ def find_work(
     num_blocks = 1 if ALL_BLOCKS else tl.cdiv(count, C.BLOCK_R)
     begin = tl.load(samples.offsets + sample).to(tl.int64)
     length = tl.load(samples.offsets + sample + 1).to(tl.int64) - begin
-    chunks = count_chunks(length, num_blocks, C.CHUNK, C.SPLIT)
+    chunks = count_chunks(length, num_blocks, C.CHUNK, C.ROWS_PER_PARTIAL)
     chunk = program * 0
     if later:
-        local = (program - begin // C.SPLIT).to(tl.int32)
+        local = (program - begin // C.ROWS_PER_PARTIAL).to(tl.int32)
         chunk = (local // tl.maximum(num_blocks, 1).to(tl.int32)).to(tl.int64)
         block = local - chunk * num_blocks
     busy = (block < num_blocks) & (chunk < chunks) & ((chunk > 0) | (not later))
-    split = tl.where(chunks > 1, begin // C.SPLIT + chunk * num_blocks + block, -1)
+    partial = tl.where(chunks > 1, begin // C.ROWS_PER_PARTIAL + chunk * num_blocks + block, -1)
     rows = rows_of_chunk(length, chunks).to(tl.int64)
     end = tl.minimum((chunk + 1) * rows, length)
-    return Work(busy, sample, block, begin + chunk * rows, begin + end, split, row, count)
+    return Work(busy, sample, block, begin + chunk * rows, begin + end, partial, row, count)
 
 
 @triton.jit
@@ -109,8 +120,8 @@ def gather_indices(samples, n, visible):
 
 
 @triton.jit
-def split_rows(num_targets, C: tl.constexpr):
-    """Query rows of a split."""
+def partial_rows(num_targets, C: tl.constexpr):
+    """Query rows of a partial result."""
     rows = C.BLOCK_R if C.LAYOUT == JAGGED else num_targets * C.H
     return tl.minimum(rows, C.BLOCK_R).to(tl.int64)
 
@@ -154,7 +165,7 @@ def clear_outputs(outputs, samples, num_samples, num_rows, C: tl.constexpr):
 def clear_gradients(grads, samples, num_samples, num_history_rows, C: tl.constexpr):
     """Set gradients of history rows and of their biases to zero behind the last offset.
 
-    With gather indices, history rows are those of ``row_gradients.py``.
+    With gather indices, ``row_gradients.py`` sets the gradients of history rows.
     """
     end = tl.load(samples.offsets + num_samples).to(tl.int64)
     if (grads.history is not None) and (samples.indices is None):
@@ -171,40 +182,42 @@ def store_queries(ptr, value, first, r, count, d, D: tl.constexpr):
     tl.store(ptr + (first + r)[:, None] * D + d[None, :], value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_splits"])
-def list_splits_kernel(
-    split_list,
+@triton.jit(do_not_specialize=["num_samples", "num_partials"])
+def split_schedule_kernel(
+    schedule,
     num_samples,
-    num_splits,
+    num_partials,
     CHUNK: tl.constexpr,
     BLOCK_B: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """List the splits of BLOCK_B samples, for ``warp_common.find_listed_chunk``.
+    """Write the schedule of BLOCK_B samples, for ``warp_common.find_scheduled_chunk``.
 
-    A sample of CHUNK rows or more has chunks of up to 2 · CHUNK rows. Their splits are those from
-    ``offsets[b] // CHUNK`` on.
+    A sample of CHUNK rows or more has chunks of up to 2 · CHUNK rows. Their partial results begin
+    at ``offsets[b] // CHUNK``.
     """
     if OVERLAP:
         cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    behind = (tl.load(split_list.offsets + num_samples) // CHUNK).to(tl.int32)
+    first_unused = (tl.load(schedule.offsets + num_samples) // CHUNK).to(tl.int32)
     sample = program.to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     mask = sample < num_samples
-    first = tl.load(split_list.offsets + sample, mask=mask, other=0).to(tl.int64)
-    last = tl.load(split_list.offsets + sample + 1, mask=mask, other=0).to(tl.int64)
+    first = tl.load(schedule.offsets + sample, mask=mask, other=0).to(tl.int64)
+    last = tl.load(schedule.offsets + sample + 1, mask=mask, other=0).to(tl.int64)
     length = (last - first).to(tl.int32)
     chunks = tl.where(length >= CHUNK, tl.cdiv(length, 2 * CHUNK), 0)
     begin, end = (first // CHUNK).to(tl.int32), (last // CHUNK).to(tl.int32)
     for step in range(0, tl.max(end - begin), 8):
         chunk = step + tl.arange(0, 8)[None, :]
-        split = begin[:, None] + chunk
-        own = split < end[:, None]
-        listed = tl.where(chunk < chunks[:, None], sample.to(tl.int32)[:, None], -1)
-        tl.store(split_list.splits + split, listed, mask=own)
-        tl.store(split_list.splits + num_splits + split, 0, mask=own)
-    # Splits of rows behind the last offset
+        partial = begin[:, None] + chunk
+        in_sample = partial < end[:, None]
+        owner = tl.where(chunk < chunks[:, None], sample.to(tl.int32)[:, None], -1)
+        tl.store(schedule.entries + partial, owner, mask=in_sample)
+        tl.store(schedule.entries + num_partials + partial, 0, mask=in_sample)
+    # Unused entries, since offsets may end before the rows
     BLOCK: tl.constexpr = 8 * BLOCK_B
-    for start in range(behind + program * BLOCK, num_splits, tl.cdiv(num_samples, BLOCK_B) * BLOCK):
-        split = start + tl.arange(0, BLOCK)
-        tl.store(split_list.splits + split, -1, mask=split < num_splits)
+    for start in range(
+        first_unused + program * BLOCK, num_partials, tl.cdiv(num_samples, BLOCK_B) * BLOCK
+    ):
+        partial = start + tl.arange(0, BLOCK)
+        tl.store(schedule.entries + partial, -1, mask=partial < num_partials)

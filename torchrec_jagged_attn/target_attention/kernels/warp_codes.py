@@ -19,7 +19,7 @@ def _lane_layout(warps):
 
 @gluon.constexpr_function
 def _byte_of_zeros(codes, levels):
-    """The byte of ``codes`` zero codes."""
+    """The byte that packs ``codes`` codes of zero."""
     return (levels**codes - 1) // 2
 
 
@@ -43,7 +43,7 @@ def _steps_to_join(columns):
 
 @gluon.constexpr_function
 def _codes_of_byte(at, width, per_byte):
-    """How many codes the byte ``at`` of a row holds."""
+    """Number of codes in the byte ``at`` of a row."""
     return min(per_byte, width - 1 - at * per_byte)
 
 
@@ -57,23 +57,25 @@ def bytes_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr):
     else:
         row = gl.load(samples.indices + chunk.first + start + i, mask=mask, other=0)
         ptrs = history_ptr + row.to(gl.int64) * C.STRIDE
-    found = ()
+    packed = ()
     for at in gl.static_range(_bytes_of_row(C.D, C.PER_BYTE)):
-        found += (gl.load(ptrs + at, mask=mask, other=0),)
-    return found
+        packed += (gl.load(ptrs + at, mask=mask, other=0),)
+    return packed
 
 
 @gluon.jit
-def store_codes(tile, found, C: gl.constexpr):
-    """Store the codes of the bytes ``found`` (:func:`bytes_of_tile`), then a one, then zeros.
+def store_codes(tile, packed, C: gl.constexpr):
+    """Store the codes of ``packed`` bytes (:func:`bytes_of_tile`), then a one, then zeros.
 
-    With ``w`` a byte minus that of zero codes, and ``r_k`` the integer nearest to ``w / levels^k``,
-    code ``k`` is ``r_k - levels · r_(k+1)``: three operations in fp32. Lanes unpack whole rows, so
-    that they store vectors of 16 bytes.
+    With ``w`` a byte minus the byte of zero codes, and ``r_k`` the integer nearest to
+    ``w / levels^k``, code ``k`` is ``r_k - levels · r_(k+1)``: three operations in fp32. Lanes
+    unpack whole rows, so that they store vectors of 16 bytes.
     """
     columns = ()
     for at in gl.static_range(_bytes_of_row(C.D, C.PER_BYTE)):
-        w = found[at].to(gl.float32) - _byte_of_zeros(_codes_of_byte(at, C.D, C.PER_BYTE), C.LEVELS)
+        w = packed[at].to(gl.float32) - _byte_of_zeros(
+            _codes_of_byte(at, C.D, C.PER_BYTE), C.LEVELS
+        )
         rounded = w
         for k in gl.static_range(1, _codes_of_byte(at, C.D, C.PER_BYTE)):
             after = (w * _one_by_power(C.LEVELS, k) + TO_INTEGER) - TO_INTEGER

@@ -1,7 +1,7 @@
-"""Combine the splits of a sample: its outputs and query gradients.
+"""Combine the partial results of a sample's chunks: outputs and query gradients.
 
-An atomic counter identifies the last program of a sample. It reads the splits, a few at a time, and
-sums them in order, so that results do not depend on which program is last.
+An atomic counter identifies the last program of a sample. It reads the partial results, a few at a
+time, and sums them in order, so that results do not depend on which program is last.
 
     outputs    Σ_c acc_c · e^(max_c - max) / Σ_c total_c · e^(max_c - max)
     queries    scale · Σ_c acc_c
@@ -22,11 +22,11 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     store_rows,
 )
 
-AT_ONCE = gl.constexpr(4)  # splits loaded at a time
+AT_ONCE = gl.constexpr(4)  # partial results loaded at a time
 
 
 class QueryStats(NamedTuple):
-    """What backward reads of query rows, all ``[rows]``."""
+    """Statistics of query rows for backward, ``[rows]`` each."""
 
     maximum: Any  # the largest score
     inverse: Any  # one over the total of weights; 0 if no row is visible
@@ -36,18 +36,18 @@ class QueryStats(NamedTuple):
 
 @gluon.constexpr_function
 def _columns_at_once(rows, width, warps):
-    """Columns of a split, ``[rows, width]``, that fit in registers."""
+    """Columns of a partial result, ``[rows, width]``, that fit in registers."""
     return min(width, (1024 if warps == 1 else 512 * warps) // rows)
 
 
 @gluon.jit
-def is_last_chunk(samples, num_splits, chunk):
+def is_last_chunk(samples, num_partials, chunk):
     """Whether all other chunks of the sample have been stored.
 
-    This program may differ from call to call: results must not depend on it.
+    The last program may differ from call to call, so results must not depend on it.
     """
     thread_barrier()  # the stores of all lanes precede the atomic of lane 0
-    counter_ptr = samples.splits + num_splits + chunk.first_split
+    counter_ptr = samples.schedule + num_partials + chunk.first_partial
     return gl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == chunk.chunks - 1
 
 
@@ -62,8 +62,8 @@ def store_stats(outputs, num_rows, row, count, maximum, total):
 
 
 @gluon.jit
-def stats_of_one(total, chunk):
-    """``(maximum, total)`` of elementwise weights: over all chunks of a sample, zero and one."""
+def elementwise_stats(total, chunk):
+    """``(maximum, total)`` of elementwise weights: zero, and a total over all chunks of one."""
     begins = (chunk.begin == 0) & (chunk.end > 0)
     return total * 0.0, total * 0.0 + gl.where(begins, 1.0, 0.0)
 
@@ -79,7 +79,7 @@ def load_stats(outputs, num_rows, row, r, count):
 def load_grad_lse(outputs, row, r, inverse):
     """Gradients of log-sum-exps of the query rows ``r``, zero if no row is visible; or None.
 
-    It is returned alone: a tuple that holds None cannot be, in Triton 3.6.
+    Triton 3.6 cannot return None in a tuple, so there is a function for these alone.
     """
     grad_lse = None
     if outputs.grad_lse is not None:
@@ -89,8 +89,8 @@ def load_grad_lse(outputs, row, r, inverse):
 
 @gluon.jit
 def store_delta(grads, delta, grad_lse, row, r, count, chunk):
-    """Return ``delta``, Σ grad_out · out, minus ``grad_lse``, if there is one. The first chunk of a
-    sample stores it, if a later kernel reads it.
+    """Return ``delta``, Σ grad_out · out, minus ``grad_lse``, if given. The program of a sample's
+    first chunk stores it, if a later kernel reads it.
     """
     if grad_lse is not None:
         delta -= grad_lse
@@ -100,10 +100,10 @@ def store_delta(grads, delta, grad_lse, row, r, count, chunk):
 
 
 @gluon.jit
-def store_chunk_stats(sums, split, count, maximum, total):
-    """Store a split's largest scores and totals of weights."""
+def store_chunk_stats(partials, partial, count, maximum, total):
+    """Store the largest scores and totals of weights of a partial result."""
     r = gl.arange(0, maximum.shape[0], maximum.type.layout)
-    ptrs = sums.weights + split.to(gl.int64) * 2 * count + r
+    ptrs = partials.totals + partial.to(gl.int64) * 2 * count + r
     gl.store(ptrs, maximum, mask=r < count)
     gl.store(ptrs + count, total, mask=r < count)
 
@@ -118,8 +118,8 @@ def store_outputs(outputs, out, row, count, column: gl.constexpr, D: gl.constexp
 
 
 @gluon.jit
-def combine_outputs(sums, outputs, num_rows, row, count, chunk, C: gl.constexpr):
-    """Outputs and statistics of a chunk's sample, from its splits."""
+def combine_outputs(partials, outputs, num_rows, row, count, chunk, C: gl.constexpr):
+    """Outputs and statistics of a chunk's sample, from its partial results."""
     COLUMNS: gl.constexpr = _columns_at_once(C.BLOCK_R, C.BLOCK_D, gl.num_warps())
     shape: gl.constexpr = [C.BLOCK_R, COLUMNS]
     layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
@@ -133,26 +133,32 @@ def combine_outputs(sums, outputs, num_rows, row, count, chunk, C: gl.constexpr)
             loaded = ()
             for i in gl.static_range(AT_ONCE):
                 num_rows_i = gl.where(at + i < chunk.chunks, count, 0)
-                split = (chunk.first_split + at + i).to(gl.int64)
-                ptrs = sums.weights + split * 2 * count + r
-                of_acc = load_rows(sums.acc, split * count, num_rows_i, column, shape, layout, C.D)
-                of_chunk = gl.load(ptrs, mask=r < num_rows_i, other=-float("inf"))
-                loaded += (of_acc, of_chunk, gl.load(ptrs + count, mask=r < num_rows_i, other=0.0))
+                partial = (chunk.first_partial + at + i).to(gl.int64)
+                ptrs = partials.totals + partial * 2 * count + r
+                chunk_acc = load_rows(
+                    partials.acc, partial * count, num_rows_i, column, shape, layout, C.D
+                )
+                chunk_maximum = gl.load(ptrs, mask=r < num_rows_i, other=-float("inf"))
+                loaded += (
+                    chunk_acc,
+                    chunk_maximum,
+                    gl.load(ptrs + count, mask=r < num_rows_i, other=0.0),
+                )
             for i in gl.static_range(AT_ONCE):
                 new_maximum = gl.maximum(maximum, loaded[3 * i + 1])
                 shift = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
                 rescale = exp(maximum - shift, C.COMPONENTS)
-                of_chunk = exp(loaded[3 * i + 1] - shift, C.COMPONENTS)
-                acc = acc * rescale[:, None] + loaded[3 * i] * of_chunk[:, None]
-                total = total * rescale + loaded[3 * i + 2] * of_chunk
+                chunk_rescale = exp(loaded[3 * i + 1] - shift, C.COMPONENTS)
+                acc = acc * rescale[:, None] + loaded[3 * i] * chunk_rescale[:, None]
+                total = total * rescale + loaded[3 * i + 2] * chunk_rescale
                 maximum = new_maximum
         inverse = store_stats(outputs, num_rows, row, count, maximum, total)
         store_outputs(outputs, acc * inverse[:, None], row, count, column, C.D)
 
 
 @gluon.jit
-def combine_queries(sums, grads, row, count, chunk, scale, C: gl.constexpr):
-    """Gradients of the queries of a chunk's sample, from its splits."""
+def combine_queries(partials, grads, row, count, chunk, scale, C: gl.constexpr):
+    """Gradients of the queries of a chunk's sample, from its partial results."""
     COLUMNS: gl.constexpr = _columns_at_once(C.BLOCK_R, C.BLOCK_D, gl.num_warps())
     layout: gl.constexpr = row_layout(COLUMNS, gl.float32, gl.num_warps())
     shape: gl.constexpr = [C.BLOCK_R, COLUMNS]
@@ -162,8 +168,8 @@ def combine_queries(sums, grads, row, count, chunk, scale, C: gl.constexpr):
             loaded = ()
             for i in gl.static_range(AT_ONCE):
                 num_rows = gl.where(at + i < chunk.chunks, count, 0)
-                first = (chunk.first_split + at + i).to(gl.int64) * count
-                loaded += (load_rows(sums.acc, first, num_rows, column, shape, layout, C.D),)
+                first = (chunk.first_partial + at + i).to(gl.int64) * count
+                loaded += (load_rows(partials.acc, first, num_rows, column, shape, layout, C.D),)
             for i in gl.static_range(AT_ONCE):
                 acc += loaded[i]
         store_rows(grads.query, acc * scale, row, count, column, C.D)

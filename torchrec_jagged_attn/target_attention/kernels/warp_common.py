@@ -1,9 +1,9 @@
 """Helpers of the Gluon kernels ``one_warp`` and ``few_warps``.
 
 These support up to 64 query rows per sample, and history rows at multiples of 16 bytes or packed
-codes. Tiles of rows are copied to shared memory asynchronously, a few stages ahead; those of codes
-are unpacked from bytes that were loaded ahead. Products are ``mma`` (``m16n8``) of single warps, so
-that warps rarely synchronize:
+codes. Tiles of rows are copied to shared memory asynchronously, a few stages ahead. Packed codes
+are loaded ahead and unpacked to a tile. Products are ``mma`` (``m16n8``) of single warps, so that
+warps rarely synchronize:
 
     up to 8 query rows     history rows on the M side, query rows on the N side, in one warp
     up to 64               16 query rows per warp on the M side, history rows on the N side
@@ -21,10 +21,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from torchrec_jagged_attn.attention.kernels import biases as in_triton
-from torchrec_jagged_attn.attention.kernels import dropout as dropout_in_triton
-from torchrec_jagged_attn.attention.kernels.scores import weights_and_slopes as weights_in_triton
-from torchrec_jagged_attn.runtime.kernels import softmax as softmax_in_triton
+from torchrec_jagged_attn.attention.kernels import biases as triton_biases
+from torchrec_jagged_attn.attention.kernels import dropout as triton_dropout
+from torchrec_jagged_attn.attention.kernels.scores import (
+    weights_and_slopes as triton_weights_and_slopes,
+)
+from torchrec_jagged_attn.runtime.kernels import softmax as triton_softmax
 from torchrec_jagged_attn.runtime.kernels.gluon import products_by_warp, wait_for_last_kernel
 from torchrec_jagged_attn.runtime.kernels.softmax import LN2, LOG2E, LOG2E_LOW
 from torchrec_jagged_attn.target_attention.kernels import schedule
@@ -35,15 +37,15 @@ MMA = gl.constexpr(products_by_warp.fn(1))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
 RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 
-PROGRAMS = gl.constexpr(1024)  # of one warp that a GPU runs at a time, about
+PROGRAMS = gl.constexpr(1024)  # programs of one warp that a GPU runs at a time, about
 
-age_bucket = gluon.jit(in_triton.age_bucket.fn)
-recency_bucket = gluon.jit(in_triton.recency_bucket.fn)
-load_row_numbers = gluon.jit(in_triton.load_row_numbers.fn)
-query_draws = gluon.jit(dropout_in_triton.query_draws.fn)
-drop_weights = gluon.jit(dropout_in_triton.drop_weights.fn)
-score_gradients = gluon.jit(softmax_in_triton.score_gradients.fn)
-weights_and_slopes = gluon.jit(weights_in_triton.fn)
+age_bucket = gluon.jit(triton_biases.age_bucket.fn)
+recency_bucket = gluon.jit(triton_biases.recency_bucket.fn)
+load_row_numbers = gluon.jit(triton_biases.load_row_numbers.fn)
+query_draws = gluon.jit(triton_dropout.query_draws.fn)
+drop_weights = gluon.jit(triton_dropout.drop_weights.fn)
+score_gradients = gluon.jit(triton_softmax.score_gradients.fn)
+weights_and_slopes = gluon.jit(triton_weights_and_slopes.fn)
 rows_of_chunk = gluon.jit(schedule.rows_of_chunk.fn)
 
 
@@ -73,8 +75,8 @@ def ring_layout(width, dtype):
 def decompose(x, COMPONENTS: gl.constexpr):
     """``x`` as a sum of bf16 COMPONENTS, the largest first; ``x`` itself if that is 1.
 
-    The first is truncated, the second of three rounded. So the last ones, whose products are left
-    out, are small and of either sign.
+    The first is truncated, the second of three rounded. So the last component, whose smallest
+    products are omitted, is small and of either sign.
     """
     components = ()
     for i in gl.static_range(COMPONENTS - 1):
@@ -90,7 +92,7 @@ def decompose(x, COMPONENTS: gl.constexpr):
 
 @gluon.constexpr_function
 def blocks_of(buckets):
-    """How many blocks of 16 hold the ``buckets`` of a table."""
+    """Number of blocks of 16 buckets in a table of ``buckets``."""
     return (buckets + 15) // 16
 
 
@@ -159,7 +161,7 @@ def load_components(
 
 @gluon.jit
 def product(a, b, acc, COMPONENTS: gl.constexpr, SEPARATE: gl.constexpr = False):
-    """``acc + a · b`` of operands in COMPONENTS, without the smallest products; one operand may
+    """``acc + a · b`` of operands in COMPONENTS, without the smallest products. One operand may
     have a single component.
 
     Tensor cores truncate sums, so that products are summed from zero, the smallest first, and then
@@ -204,61 +206,63 @@ class Chunk(NamedTuple):
     length: Any  # number of history rows of the sample
     begin: Any  # first row of the chunk, within the sample
     end: Any  # end of the chunk, within the sample
-    split: Any  # of the chunk; -1 if the chunk is the whole sample
-    first_split: Any  # of the sample's first chunk
+    partial: Any  # index of the partial result; -1 if the chunk is the whole sample
+    first_partial: Any  # the partial result of the sample's first chunk
     chunks: Any  # number of chunks of the sample
 
 
 @gluon.jit
-def find_listed_chunk(
-    samples, num_samples, num_splits, C: gl.constexpr, FIRST: gl.constexpr = PROGRAMS
+def find_scheduled_chunk(
+    samples, num_samples, num_partials, C: gl.constexpr, FIRST: gl.constexpr = PROGRAMS
 ):
-    """The :class:`Chunk` of this program, a listed split or a sample of fewer than CHUNK rows.
+    """The :class:`Chunk` of this program: an entry of the ``records.SplitSchedule``, or a sample of
+    fewer than CHUNK rows.
 
     The order of programs: the first FIRST samples, which the GPU runs while the previous kernel
-    lists splits; then splits, so that no long chunk starts late; then the other samples.
+    writes the schedule; then its entries, so that no long chunk starts late; then the other
+    samples.
     """
     program = gl.program_id(0)
     before = gl.minimum(num_samples, FIRST)
-    split = program - before
-    is_split = (split >= 0) & (split < num_splits)
-    listed = gl.where(split < 0, program, program - num_splits)
+    partial = program - before
+    is_partial = (partial >= 0) & (partial < num_partials)
+    scheduled = gl.where(partial < 0, program, program - num_partials)
     if C.OVERLAP:
-        if is_split | (num_splits == 0):
+        if is_partial | (num_partials == 0):
             wait_for_last_kernel()
-    if is_split:
-        listed = gl.load(samples.splits + split)
-    sample = gl.maximum(listed, 0)
+    if is_partial:
+        scheduled = gl.load(samples.schedule + partial)
+    sample = gl.maximum(scheduled, 0)
     first = gl.load(samples.offsets + sample).to(gl.int64)
     length = (gl.load(samples.offsets + sample + 1).to(gl.int64) - first).to(gl.int32)
-    chunks = gl.where(is_split, gl.maximum(gl.cdiv(length, 2 * C.CHUNK), 1), 1)
-    first_split = (first // C.CHUNK).to(gl.int32)
-    chunk = gl.where(is_split, split - first_split, 0)
+    chunks = gl.where(is_partial, gl.maximum(gl.cdiv(length, 2 * C.CHUNK), 1), 1)
+    first_partial = (first // C.CHUNK).to(gl.int32)
+    chunk = gl.where(is_partial, partial - first_partial, 0)
     rows = rows_of_chunk(length, chunks)
-    busy = (listed >= 0) & (is_split == (length >= C.CHUNK))
+    busy = (scheduled >= 0) & (is_partial == (length >= C.CHUNK))
     end = gl.minimum((chunk + 1) * rows, length)
-    split = gl.where(chunks > 1, split, -1)
-    return Chunk(busy, sample, first, length, chunk * rows, end, split, first_split, chunks)
+    partial = gl.where(chunks > 1, partial, -1)
+    return Chunk(busy, sample, first, length, chunk * rows, end, partial, first_partial, chunks)
 
 
 @gluon.jit
-def program_of_sample(sample, num_samples, num_splits):
-    """The program of ``sample`` in :func:`find_listed_chunk`, if it has fewer than CHUNK rows."""
-    return gl.where(sample < gl.minimum(num_samples, PROGRAMS), sample, sample + num_splits)
+def program_of_sample(sample, num_samples, num_partials):
+    """The program of a ``sample`` of fewer than CHUNK rows in :func:`find_scheduled_chunk`."""
+    return gl.where(sample < gl.minimum(num_samples, PROGRAMS), sample, sample + num_partials)
 
 
 @gluon.jit
-def find_chunk(samples, num_samples, num_splits, C: gl.constexpr):
+def find_chunk(samples, num_samples, num_partials, C: gl.constexpr):
     """The :class:`Chunk` of this program, with chunks as in ``schedule.find_work`` with one block.
 
-    Every ``period``-th program has a later chunk of a sample, the others first chunks: so the
+    Every ``period``-th program computes a later chunk of a sample, the others first chunks. So the
     programs of later chunks, most of them idle, are evenly distributed.
     """
     program = gl.program_id(0)
-    period = gl.num_programs(0) // gl.maximum(num_splits, 1)
-    split = program // period
-    later = (program == split * period) & (split < num_splits)
-    sample = program - gl.minimum(split + 1, num_splits)
+    period = gl.num_programs(0) // gl.maximum(num_partials, 1)
+    partial = program // period
+    later = (program == partial * period) & (partial < num_partials)
+    sample = program - gl.minimum(partial + 1, num_partials)
     if later:
         lanes = gl.arange(0, 32, probe_layout(gl.num_warps()))
         sample = program * 0
@@ -267,19 +271,19 @@ def find_chunk(samples, num_samples, num_splits, C: gl.constexpr):
             step = gl.cdiv(high - sample, 32)
             at = sample + step * lanes
             offset = gl.load(samples.offsets + at, mask=at < high, other=0)
-            begun = (at < high) & (offset // C.CHUNK <= split)
+            begun = (at < high) & (offset // C.CHUNK <= partial)
             sample += step * (gl.sum(begun.to(gl.int32), 0) - 1)
             high = gl.minimum(high, sample + step)
     first = gl.load(samples.offsets + sample).to(gl.int64)
     length = (gl.load(samples.offsets + sample + 1).to(gl.int64) - first).to(gl.int32)
     chunks = gl.maximum(length // C.CHUNK, 1)
-    first_split = (first // C.CHUNK).to(gl.int32)
-    chunk = gl.where(later, split - first_split, 0)
+    first_partial = (first // C.CHUNK).to(gl.int32)
+    chunk = gl.where(later, partial - first_partial, 0)
     busy = (chunk < chunks) & ((chunk > 0) | (not later))
     rows = rows_of_chunk(length, chunks)
     end = gl.minimum((chunk + 1) * rows, length)
-    split = gl.where(chunks > 1, first_split + chunk, -1)
-    return Chunk(busy, sample, first, length, chunk * rows, end, split, first_split, chunks)
+    partial = gl.where(chunks > 1, first_partial + chunk, -1)
+    return Chunk(busy, sample, first, length, chunk * rows, end, partial, first_partial, chunks)
 
 
 @gluon.jit
@@ -329,7 +333,9 @@ def rows_of_sample(history_ptr, samples, chunk, C: gl.constexpr):
 
 @gluon.jit
 def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, dtype: gl.constexpr):
-    """Gather indices of a tile's rows, from ``start`` on, 0 without them; of codes, their bytes."""
+    """Gather indices of a tile's rows, from ``start`` on, or 0 without indices. For packed codes,
+    the bytes of the rows.
+    """
     indices = 0
     if C.LEVELS > 0:
         indices = bytes_of_tile(history_ptr, samples, chunk, start, end, C)
@@ -345,8 +351,7 @@ def _indices_of_tile(history_ptr, samples, chunk, start, end, C: gl.constexpr, d
 def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr):
     """Start to copy the rows from ``start`` on to ``tile``, as one commit group.
 
-    Elements beyond ``end`` and D are zeros. Codes are unpacked from their bytes, which are given as
-    ``indices``.
+    Elements beyond ``end`` and D are zeros. Of packed codes, ``indices`` are the bytes of the rows.
     """
     layout: gl.constexpr = row_layout(C.BLOCK_D, tile.dtype, gl.num_warps())
     if C.LEVELS > 0:
@@ -370,15 +375,15 @@ def _copy_tile(tile, history_ptr, samples, indices, start, end, C: gl.constexpr)
 @gluon.jit
 def open_ring(history_ptr, samples, chunk, dtype: gl.constexpr, C: gl.constexpr):
     """A ring buffer of NUM_STAGES tiles of a chunk's rows; copies of all but the last are started.
-    ``dtype`` is that of queries.
+    ``dtype`` is the dtype of queries.
     """
-    of_codes: gl.constexpr = gl.bfloat16 if C.COMPONENTS > 1 else dtype
-    OF_TILE: gl.constexpr = of_codes if C.LEVELS > 0 else history_ptr.dtype.element_ty
+    CODE_DTYPE: gl.constexpr = gl.bfloat16 if C.COMPONENTS > 1 else dtype
+    TILE_DTYPE: gl.constexpr = CODE_DTYPE if C.LEVELS > 0 else history_ptr.dtype.element_ty
     shape: gl.constexpr = [C.NUM_STAGES, C.BLOCK_N, C.BLOCK_D]
-    ring = gl.allocate_shared_memory(OF_TILE, shape, ring_layout(C.BLOCK_D, OF_TILE))
+    ring = gl.allocate_shared_memory(TILE_DTYPE, shape, ring_layout(C.BLOCK_D, TILE_DTYPE))
     for stage in gl.static_range(C.NUM_STAGES - 1):
         start = chunk.begin + stage * C.BLOCK_N
-        indices = _indices_of_tile(history_ptr, samples, chunk, start, chunk.end, C, OF_TILE)
+        indices = _indices_of_tile(history_ptr, samples, chunk, start, chunk.end, C, TILE_DTYPE)
         _copy_tile(ring.index(stage), history_ptr, samples, indices, start, chunk.end, C)
     return ring
 
@@ -393,8 +398,8 @@ def next_indices(history_ptr, samples, chunk, ring, start, C: gl.constexpr):
 
 @gluon.jit
 def copy_next(ring, stage, history_ptr, samples, indices, start, end, C: gl.constexpr):
-    """Start to copy the next tile to the stage of the previous one; that of ``stage`` begins at row
-    ``start``. Returns the next stage.
+    """Start to copy the next tile to the stage of the previous one, and return the next stage. The
+    tile of ``stage`` begins at row ``start``.
     """
     ahead: gl.constexpr = C.NUM_STAGES - 1
     to = gl.where(stage == 0, ahead, stage - 1)
@@ -411,16 +416,16 @@ def row_buckets(n, biases, chunk, C: gl.constexpr):
         end = gl.load(biases.row_number_ends + chunk.sample).to(gl.int64)
         distance = end - 1 - load_row_numbers(biases, chunk.first + n, n < chunk.length)
         distance = distance.to(gl.int32)
-    of_position = recency_bucket(distance, C.P)
-    of_age = of_position
+    position_buckets = recency_bucket(distance, C.P)
+    age_buckets = position_buckets
     if C.A > 0:
         time = gl.load(biases.timestamps + chunk.first + n, mask=n < chunk.length, other=0)
         if biases.request_time is not None:
             reference = gl.load(biases.request_time + chunk.sample)
         else:
             reference = gl.load(biases.timestamps + chunk.first + chunk.length - 1)
-        of_age = age_bucket(time, reference, C.A)
-    return of_position, of_age
+        age_buckets = age_bucket(time, reference, C.A)
+    return position_buckets, age_buckets
 
 
 @gluon.jit
@@ -434,8 +439,8 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.con
     """
     first = chunk.first
     visible = gl.expand_dims(n < chunk.end, 1 - ROWS)
-    of_position = gl.expand_dims(buckets[0], 1 - ROWS)
-    of_age = gl.expand_dims(buckets[1], 1 - ROWS)
+    position_buckets = gl.expand_dims(buckets[0], 1 - ROWS)
+    age_buckets = gl.expand_dims(buckets[1], 1 - ROWS)
     n = gl.expand_dims(n, 1 - ROWS)
     r = gl.expand_dims(r, ROWS)
     head = r % C.H
@@ -449,10 +454,10 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.con
         ptrs = biases.bias + first * C.H + (n * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     if C.P > 0:
-        ptrs = biases.position_bias + (of_position * C.H + head)
+        ptrs = biases.position_bias + (position_buckets * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     if C.A > 0:
-        ptrs = biases.age_bias + (of_age * C.H + head)
+        ptrs = biases.age_bias + (age_buckets * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     return bias
 
@@ -462,12 +467,11 @@ def weights_and_gradients(
     dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
-    """``(p, kept, ds, buckets)`` of the rows ``n`` of a chunk, for the query rows ``r``.
+    """``(p, kept, ds, buckets)`` of the rows ``n`` of a chunk, for the query rows ``r``: weights,
+    weights after dropout, gradients of scores, and :func:`row_buckets`.
 
-    Their weights, the same after dropout, the gradients of their scores, and
-    :func:`row_buckets`. ``dots`` and ``dp`` are products with queries and with gradients of
-    outputs, ``stats`` are ``warp_combine.QueryStats``, and ``draws`` broadcast. Axes are as in
-    :func:`load_bias`.
+    ``dots`` and ``dp`` are products with queries and with gradients of outputs, ``stats`` are
+    ``warp_combine.QueryStats``, and ``draws`` broadcast. Axes are as in :func:`load_bias`.
     """
     visible = gl.expand_dims(n < chunk.end, 1 - ROWS)
     buckets = row_buckets(n, biases, chunk, C)
@@ -498,7 +502,7 @@ def indices_to_store(rows: gl.constexpr, width: gl.constexpr, dtype: gl.constexp
 
 @gluon.jit
 def load_targets(grads, indices, first, start, end):
-    """``Gradients.targets`` of a tile's rows, for :func:`store_grad_of_history`; 0 without them."""
+    """``Gradients.targets`` of a tile's rows, for :func:`store_grad_of_history`, or 0."""
     targets = 0
     if grads.targets is not None:
         i = indices[0]

@@ -37,7 +37,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     clear_gradients,
     decompose,
     drop_weights,
-    find_listed_chunk,
+    find_scheduled_chunk,
     load_row_numbers,
     load_rows,
     query_draws,
@@ -58,8 +58,8 @@ from torchrec_jagged_attn.target_attention.kernels.warpgroup_common import (
 )
 
 BUCKETS = gl.constexpr(64)  # of a table, at most
-COLUMNS = gl.constexpr(64)  # of the gradient of history rows computed at a time
-COMPONENTS = gl.constexpr(2)  # of gradients of scores, in gradients of tables
+COLUMNS = gl.constexpr(64)  # columns of the gradient of history rows computed at a time
+COMPONENTS = gl.constexpr(2)  # of gradients of scores, for gradients of tables
 
 
 @gluon.jit
@@ -83,13 +83,13 @@ def _store_table(table, ptr, COUNT: gl.constexpr, H: gl.constexpr):
     b = gl.arange(0, BUCKETS, gl.SliceLayout(1, layout))
     r = gl.arange(0, table.shape[1], gl.SliceLayout(0, layout))[None, :]
     for head in gl.static_range(H):
-        of_head = gl.sum(gl.where(r % H == head, table, 0.0), 1)
-        gl.store(ptr + (b * H + head), of_head, mask=b < COUNT)
+        head_sums = gl.sum(gl.where(r % H == head, table, 0.0), 1)
+        gl.store(ptr + (b * H + head), head_sums, mask=b < COUNT)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_samples", "num_targets", "num_rows", "num_splits", "num_history_rows",
+        "num_samples", "num_targets", "num_rows", "num_partials", "num_history_rows",
     ]
 )  # fmt: skip
 def backward_kernel(
@@ -98,26 +98,26 @@ def backward_kernel(
     biases,  # arguments.Biases
     outputs,  # Outputs
     grads,  # Gradients
-    sums,  # Sums
+    partials,  # Partials
     samples,  # Samples
     history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
     grad_history_desc,  # of [N, 1, D]
     num_samples,
     num_targets,
     num_rows,
-    num_splits,
+    num_partials,
     num_history_rows,  # ``N``
     scale,
     C: gl.constexpr,  # Constants
 ):
     """Gradients of one chunk of a sample's history, of all its query rows and of tables."""
     mma: gl.constexpr = products_by_warpgroup(C.BLOCK_R, gl.num_warps())
-    of_columns: gl.constexpr = products_by_warpgroup(COLUMNS, gl.num_warps())
-    left: gl.constexpr = gl.DotOperandLayout(0, of_columns, 2)
+    columns_mma: gl.constexpr = products_by_warpgroup(COLUMNS, gl.num_warps())
+    left: gl.constexpr = gl.DotOperandLayout(0, columns_mma, 2)
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    chunk = find_listed_chunk(samples, num_samples, num_splits, C, PROGRAMS)
-    begin, end, split = chunk.begin, chunk.end, chunk.split
+    chunk = find_scheduled_chunk(samples, num_samples, num_partials, C, PROGRAMS)
+    begin, end, partial = chunk.begin, chunk.end, chunk.partial
     if chunk.busy:
         if grads.bias is not None:
             grad_bias_ptr = grads.bias + chunk.first
@@ -128,22 +128,26 @@ def backward_kernel(
         async_copy.commit_group()
         last = (chunk.first + end).to(gl.int32)
         ring = open_ring(history_desc, last, end - begin, C.NUM_STAGES)
-        of_tile = gl.allocate_shared_memory(
+        grad_tile = gl.allocate_shared_memory(
             dtype, grad_history_desc.block_type.shape, grad_history_desc.layout
         )
         if C.P + C.A > 0:
             components = gl.allocate_shared_memory(
                 gl.bfloat16, [COMPONENTS, C.BLOCK_N, C.BLOCK_R], warpgroup_layout(C.BLOCK_R)
             )
-        of_scores = gl.allocate_shared_memory(
+        ds_tile = gl.allocate_shared_memory(
             dtype, [C.BLOCK_N, C.BLOCK_R], warpgroup_layout(C.BLOCK_R)
         )
 
-        of_queries: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
+        query_shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
         in_memory: gl.constexpr = row_layout(C.BLOCK_D, dtype, gl.num_warps())
-        grad_out = load_rows(grad_out_ptr, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
-        out = load_rows(outputs.out, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
-        out += load_rows(outputs.residual, row, count, 0, of_queries, in_memory, C.D).to(gl.float32)
+        grad_out = load_rows(grad_out_ptr, row, count, 0, query_shape, in_memory, C.D).to(
+            gl.float32
+        )
+        out = load_rows(outputs.out, row, count, 0, query_shape, in_memory, C.D).to(gl.float32)
+        out += load_rows(outputs.residual, row, count, 0, query_shape, in_memory, C.D).to(
+            gl.float32
+        )
         delta = gl.convert_layout(gl.sum(grad_out * out, 1), by_query)
         r = gl.arange(0, C.BLOCK_R, by_query)
         maximum, inverse = load_stats(outputs, num_rows, row, r, count)
@@ -151,11 +155,11 @@ def backward_kernel(
         delta = store_delta(grads, delta, grad_lse, row, r, count, chunk)
         shift = (maximum * LOG2E - gl.log2(inverse))[None, :]  # weights beyond count are zero
         draws = query_draws(biases.dropout, row + r)[None, :]
-        alone = (end - begin == 1) & (split < 0)
+        alone = (end - begin == 1) & (partial < 0)
 
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, mma))
         zeros = gl.zeros([C.BLOCK_N, C.BLOCK_R], gl.float32, mma)
-        no_columns = gl.zeros([C.BLOCK_N, COLUMNS], gl.float32, of_columns)
+        zero_columns = gl.zeros([C.BLOCK_N, COLUMNS], gl.float32, columns_mma)
         acc = gl.zeros([C.BLOCK_D, C.BLOCK_R], gl.float32, mma)
         position_table = gl.zeros([BUCKETS, C.BLOCK_R], gl.float32, mma)
         age_table = position_table
@@ -181,46 +185,46 @@ def backward_kernel(
                 p, slope = weights_and_slopes(scores * LN2, C.SCORE, False)
                 p = gl.where(visible, p, 0.0)
                 ds = gl.where(visible, slope * dp, 0.0)
-            of_scores.store(ds.to(dtype))
+            ds_tile.store(ds.to(dtype))
             if grads.bias is not None:
                 gl.store(grad_bias_ptr + n, gl.sum(ds, 1), mask=n < end)
             if C.P + C.A > 0:
-                of_components = decompose(ds, COMPONENTS)
+                ds_components = decompose(ds, COMPONENTS)
                 for i in gl.static_range(COMPONENTS):
-                    components.index(i).store(of_components[i])
+                    components.index(i).store(ds_components[i])
             fence_async_shared()
-            acc = warpgroup_mma(x.permute((1, 0)), of_scores, acc, is_async=True)
+            acc = warpgroup_mma(x.permute((1, 0)), ds_tile, acc, is_async=True)
             if C.P + C.A > 0:
-                of_position, of_age = row_buckets(n, biases, chunk, C)
+                position_buckets, age_buckets = row_buckets(n, biases, chunk, C)
                 if C.P > 0:
-                    position_table = _add_to_table(position_table, of_position, components)
+                    position_table = _add_to_table(position_table, position_buckets, components)
                 if C.A > 0:
-                    age_table = _add_to_table(age_table, of_age, components)
+                    age_table = _add_to_table(age_table, age_buckets, components)
             p = drop_weights(p, biases.dropout, draws, numbers)
             weights = gl.convert_layout(p.to(dtype), left)
-            of_dots = gl.convert_layout((ds * scale).to(dtype), left)
+            ds_operand = gl.convert_layout((ds * scale).to(dtype), left)
             for column in gl.static_range(0, C.BLOCK_D, COLUMNS):
                 grad_x = warpgroup_mma(
-                    weights, grad_outs.slice(column, COLUMNS, 1), no_columns, use_acc=False,
+                    weights, grad_outs.slice(column, COLUMNS, 1), zero_columns, use_acc=False,
                     is_async=True,
                 )  # fmt: skip
                 grad_x = warpgroup_mma(
-                    of_dots, queries.slice(column, COLUMNS, 1), grad_x, is_async=True
+                    ds_operand, queries.slice(column, COLUMNS, 1), grad_x, is_async=True
                 )
-                grad_x, weights, of_dots, acc = warpgroup_mma_wait(
-                    0, deps=(grad_x, weights, of_dots, acc)
+                grad_x, weights, ds_operand, acc = warpgroup_mma_wait(
+                    0, deps=(grad_x, weights, ds_operand, acc)
                 )
-                as_rows(of_tile).slice(column, COLUMNS, 1).store(grad_x.to(dtype))
+                as_rows(grad_tile).slice(column, COLUMNS, 1).store(grad_x.to(dtype))
             fence_async_shared()
-            copy_out(grad_history_desc, last, end - start, 0, of_tile)
+            copy_out(grad_history_desc, last, end - start, 0, grad_tile)
         tma.store_wait(0)
 
-        if split >= 0:
+        if partial >= 0:
             column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]
-            ptrs = sums.acc + split.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
+            ptrs = partials.acc + partial.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
             gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < C.D))
-            if is_last_chunk(samples, num_splits, chunk):
-                combine_queries(sums, grads, row, count, chunk, scale, C)
+            if is_last_chunk(samples, num_partials, chunk):
+                combine_queries(partials, grads, row, count, chunk, scale, C)
         elif C.LAYOUT == SHARED:
             column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]
             ptrs = grads.query + row * C.D + (r[None, :] * C.D + column)

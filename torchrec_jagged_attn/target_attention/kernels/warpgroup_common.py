@@ -3,7 +3,7 @@
 ``wgmma`` products read operands from shared memory. Their M side has 64 rows or more: history rows,
 or columns of history. Query rows are on the N side, in multiples of eight.
 
-The tensor memory accelerator copies boxes that end with their sample: see ``tma.jagged_rows``.
+The tensor memory accelerator (TMA) copies tiles that end with their sample: ``tma.jagged_rows``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     row_layout,
 )
 
-PROGRAMS = gl.constexpr(256)  # that run while splits are listed
+PROGRAMS = gl.constexpr(256)  # programs that run while the schedule is written
 
 
 @gluon.constexpr_function
@@ -103,30 +103,30 @@ def _query_elements(tile, count, D: gl.constexpr):
 
 @gluon.jit
 def copy_queries(ptr, count, C: gl.constexpr):
-    """``[BLOCK_R, BLOCK_D]`` in shared memory; starts to copy ``count`` rows from ``ptr`` on to it,
-    padded with zeros.
+    """``[BLOCK_R, BLOCK_D]`` in shared memory, to which ``count`` rows from ``ptr`` on are being
+    copied, padded with zeros.
     """
     shape: gl.constexpr = [C.BLOCK_R, C.BLOCK_D]
     tile = gl.allocate_shared_memory(ptr.dtype.element_ty, shape, warpgroup_layout(C.BLOCK_D))
-    elements, there = _query_elements(tile, count, C.D)
-    async_copy.async_copy_global_to_shared(tile, ptr + elements, mask=there)
+    elements, mask = _query_elements(tile, count, C.D)
+    async_copy.async_copy_global_to_shared(tile, ptr + elements, mask=mask)
     return tile
 
 
 @gluon.jit
 def store_transposed(ptr, value, tile, count, D: gl.constexpr):
     """Store the columns of ``value`` as ``count`` rows from ``ptr`` on, through ``tile``."""
-    elements, there = _query_elements(tile, count, D)
+    elements, mask = _query_elements(tile, count, D)
     tile.permute((1, 0)).store(value)
     layout: gl.constexpr = row_layout(tile.shape[1], tile.dtype, gl.num_warps())
-    gl.store(ptr + elements, tile.load(layout), mask=there)
+    gl.store(ptr + elements, tile.load(layout), mask=mask)
 
 
 @gluon.jit
 def add_biases(scores, biases, start, chunk, count, C: gl.constexpr):
     """``scores`` ``[rows, queries]``, in base 2, of the rows from ``start`` on, plus all biases.
 
-    The columns of a lane are eight apart. If the number of heads divides eight, they are of one
+    The columns of a lane are eight apart. If the number of heads divides eight, they belong to one
     head, whose bias the lane loads once.
     """
     if biases.bias is not None or C.P + C.A > 0:

@@ -3,9 +3,9 @@
 History rows are on the M side of ``wgmma`` products: for scores, ``[rows, queries]``, and,
 transposed, for outputs, ``[width, queries]``. They are read once: N·D·e bytes, 4·N·R·D FLOPs.
 
-The softmax is online, but scores are rescaled only if their maximum rises by more than MARGIN above
-the shift that is subtracted, so that warps rarely have to agree on a new one. The last program of a
-sample combines its chunks: see ``warp_combine.py``.
+The softmax is online, but its sums are rescaled only if a score exceeds the subtracted shift by
+more than MARGIN, so that warps rarely have to agree on a new shift. The last program of a sample
+combines its chunks: see ``warp_combine.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torchrec_jagged_attn.runtime.kernels.gluon import products_by_warpgroup, th
 from torchrec_jagged_attn.target_attention.kernels.schedule import SHARED
 from torchrec_jagged_attn.target_attention.kernels.warp_combine import (
     combine_outputs,
+    elementwise_stats,
     is_last_chunk,
-    stats_of_one,
     store_chunk_stats,
     store_stats,
 )
@@ -32,7 +32,7 @@ from torchrec_jagged_attn.target_attention.kernels.warp_common import (
     LN2,
     LOG2E,
     drop_weights,
-    find_listed_chunk,
+    find_scheduled_chunk,
     load_row_numbers,
     query_draws,
     weights_and_slopes,
@@ -48,7 +48,7 @@ from torchrec_jagged_attn.target_attention.kernels.warpgroup_common import (
     warpgroup_layout,
 )
 
-MARGIN = gl.constexpr(10.0)  # of scores above their shift, in base 2
+MARGIN = gl.constexpr(10.0)  # largest score above the shift, in base 2
 LOWEST = gl.constexpr(-3e38)
 
 
@@ -60,18 +60,18 @@ def _raise_shift(scores, shift, total, acc):
     return largest, total * rescale, acc * rescale
 
 
-@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_splits"])
+@gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_partials"])
 def forward_kernel(
     query_ptr,  # [rows, D]
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None if not requested
-    sums,  # Sums
+    partials,  # Partials
     samples,  # Samples
     history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
     num_samples,
     num_targets,
     num_rows,
-    num_splits,
+    num_partials,
     scale,
     C: gl.constexpr,  # Constants
 ):
@@ -79,8 +79,8 @@ def forward_kernel(
     mma: gl.constexpr = products_by_warpgroup(C.BLOCK_R, gl.num_warps())
     by_query: gl.constexpr = gl.SliceLayout(0, mma)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
-    chunk = find_listed_chunk(samples, num_samples, num_splits, C, PROGRAMS)
-    begin, end, split = chunk.begin, chunk.end, chunk.split
+    chunk = find_scheduled_chunk(samples, num_samples, num_partials, C, PROGRAMS)
+    begin, end, partial = chunk.begin, chunk.end, chunk.partial
     if chunk.busy:
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
@@ -121,8 +121,8 @@ def forward_kernel(
                 p = gl.exp2(below)
                 weights.store(drop_weights(p, biases.dropout, draws, numbers).to(dtype))
                 fence_async_shared()
-                of_warps = gl.max(gl.reshape(gl.max(below, 1), [WARPS, C.BLOCK_N // WARPS]), 1)
-                largest.store(of_warps)
+                warp_maxima = gl.max(gl.reshape(gl.max(below, 1), [WARPS, C.BLOCK_N // WARPS]), 1)
+                largest.store(warp_maxima)
                 thread_barrier()
                 if gl.max(largest.load(all_in_each), 0) > MARGIN:
                     shift, total, acc = _raise_shift(scores, shift, total, acc)
@@ -142,14 +142,14 @@ def forward_kernel(
         total = gl.sum(total, 0)
         maximum = shift / LOG2E
         if C.SCORE != "softmax":
-            maximum, total = stats_of_one(total, chunk)
-        if split >= 0:
+            maximum, total = elementwise_stats(total, chunk)
+        if partial >= 0:
             column = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, mma))[:, None]
-            ptrs = sums.acc + split.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
+            ptrs = partials.acc + partial.to(gl.int64) * count * C.D + (r[None, :] * C.D + column)
             gl.store(ptrs, acc, mask=(r < count)[None, :] & (column < C.D))
-            store_chunk_stats(sums, split, count, maximum, total)
-            if is_last_chunk(samples, num_splits, chunk):
-                combine_outputs(sums, outputs, num_rows, row, count, chunk, C)
+            store_chunk_stats(partials, partial, count, maximum, total)
+            if is_last_chunk(samples, num_partials, chunk):
+                combine_outputs(partials, outputs, num_rows, row, count, chunk, C)
         else:
             inverse = store_stats(outputs, num_rows, row, count, maximum, total)
             out = acc * inverse[None, :]
