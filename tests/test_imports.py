@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 OPERATIONS = {"target_attention", "flash_attention", "interaction"}
 BELOW = {  # the folders that a folder imports, beside itself and what has no folder
     "pipeline": {"collection"},
-    "collection": {*OPERATIONS, "attention", "codes", "modules", "runtime", "semantic_ids"},
-    "modules": {*OPERATIONS, "attention", "codes", "runtime", "semantic_ids"},
+    "collection": {*OPERATIONS, "attention", "codes", "modules", "runtime"},
+    "modules": {*OPERATIONS, "attention", "codes", "runtime"},
     "target_attention": {"attention", "codes", "flash_attention", "interaction", "runtime"},
     "flash_attention": {"attention", "codes", "runtime"},
     "attention": {"codes", "runtime"},

@@ -11,9 +11,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_jagged_attn.attention.checks import check_score, check_window
 from torchrec_jagged_attn.attention.dropout import drops_of
 from torchrec_jagged_attn.checks import check_bool, check_int
+from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, packed_codes_of
-from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class TargetAttentionConfig:
     encoder: EncoderConfig | None = None
     dropout: float = 0.0
     max_history: int | None = None
-    history_codes: DiscretePCA | PackedCodes | None = None
+    history_codes: LinearDecoder | PackedCodes | None = None
 
     def __post_init__(self) -> None:
         for name in ("target", "history"):

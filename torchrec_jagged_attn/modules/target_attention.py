@@ -22,6 +22,8 @@ from torchrec_jagged_attn.checks import (
     check_packed_values,
 )
 from torchrec_jagged_attn.codes.api import unpack_codes
+from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
+from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.devices import supported_dtypes
 from torchrec_jagged_attn.flash_attention.api import flash_attention
 from torchrec_jagged_attn.layout import is_behind
@@ -45,8 +47,6 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     packed_codes_of,
 )
 from torchrec_jagged_attn.runtime.autocast import autocast_dtype, autocast_off
-from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
-from torchrec_jagged_attn.semantic_ids.packed_codes import PackedCodes
 from torchrec_jagged_attn.target_attention.api import target_attention
 from torchrec_jagged_attn.target_attention.weights import attention_weights
 
@@ -140,7 +140,7 @@ class JaggedTargetAttention(nn.Module):
         score: Literal["softmax", "silu", "sigmoid"] = "softmax",
         value_projection: bool | None = None,
         dropout: float = 0.0,
-        history_codes: DiscretePCA | PackedCodes | None = None,
+        history_codes: LinearDecoder | PackedCodes | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
