@@ -131,7 +131,7 @@ def variants_table(module: str) -> str:
 
     Conditions of all but the last come below. ``VARIANTS`` may also be such lists, by op.
     """
-    variants = importlib.import_module(f"{PACKAGE}.{module}").VARIANTS
+    variants = importlib.import_module(f"{PACKAGE}.ops.{module}").VARIANTS
     by_op = variants if isinstance(variants, dict) else {"": variants}
     rows, below = [], []
     for op, of_op in by_op.items():

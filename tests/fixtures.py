@@ -17,9 +17,9 @@ from tests.cases import Case
 from tests.kernels import quick_interpreter
 from tests.kernels.gluon_in_numpy import gluon_in_numpy
 from tests.processes import fork_server, start_method
-from torchrec_jagged_attn.devices import implementation, supported_dtypes
-from torchrec_jagged_attn.runtime.kernels import tile_list
-from torchrec_jagged_attn.target_attention.kernels import attention
+from torchrec_jagged_attn.base.devices import implementation, supported_dtypes
+from torchrec_jagged_attn.ops.device import tile_list
+from torchrec_jagged_attn.ops.target_attention.kernels import attention
 
 if knobs.runtime.interpret:
     quick_interpreter.install()

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from torchrec_jagged_attn.runtime import dispatch
-from torchrec_jagged_attn.runtime.dispatch import (
+from torchrec_jagged_attn.ops import dispatch
+from torchrec_jagged_attn.ops.dispatch import (
     Choice,
     Condition,
     KernelVariant,

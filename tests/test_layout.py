@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_jagged_attn.layout import check_order, is_behind
+from torchrec_jagged_attn.base.layout import check_order, is_behind
 from torchrec_jagged_attn.ops import JaggedLayout
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=12).map(

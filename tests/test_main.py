@@ -8,8 +8,9 @@ import triton
 
 import torchrec_jagged_attn
 from tests.processes import run_code, run_package
-from torchrec_jagged_attn import __main__, devices, ops
-from torchrec_jagged_attn.flash_attention import extension
+from torchrec_jagged_attn import __main__, ops
+from torchrec_jagged_attn.base import devices
+from torchrec_jagged_attn.ops.flash_attention import extension
 
 TORCHREC = ("torchrec", "fbgemm_gpu")  # which take most of the time that the package takes
 

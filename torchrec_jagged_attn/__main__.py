@@ -15,13 +15,13 @@ from triton import knobs
 
 import torchrec_jagged_attn
 from torchrec_jagged_attn import ops
-from torchrec_jagged_attn.devices import implementation
-from torchrec_jagged_attn.flash_attention import extension
-from torchrec_jagged_attn.flash_attention import plan as flash_plan
-from torchrec_jagged_attn.interaction import plan as interaction_plan
-from torchrec_jagged_attn.runtime.dispatch import table
-from torchrec_jagged_attn.runtime.extension import summary
-from torchrec_jagged_attn.target_attention import plan as target_plan
+from torchrec_jagged_attn.base.devices import implementation
+from torchrec_jagged_attn.ops.dispatch import table
+from torchrec_jagged_attn.ops.extension import summary
+from torchrec_jagged_attn.ops.flash_attention import extension
+from torchrec_jagged_attn.ops.flash_attention import plan as flash_plan
+from torchrec_jagged_attn.ops.interaction import plan as interaction_plan
+from torchrec_jagged_attn.ops.target_attention import plan as target_plan
 
 VARIANTS = interaction_plan.VARIANTS | {
     "jagged_flash_attention": flash_plan.VARIANTS,

@@ -23,7 +23,7 @@ from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.base.devices import supported_dtypes
 from torchrec_jagged_attn.semantic_ids import DiscretePCA, PackedCodes
 
 CPU = torch.device("cpu")

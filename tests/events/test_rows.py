@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from tests.cases import jagged_lengths, offsets_of
 from tests.combinations import each_pair
 from tests.fixtures import opcheck, sync_debug_mode
-from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.base.devices import supported_dtypes
 from torchrec_jagged_attn.events import rows, select_events
 
 CPU = torch.device("cpu")

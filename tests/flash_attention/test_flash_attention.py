@@ -21,7 +21,8 @@ from tests.target_attention.test_target_attention import (
     inputs_of_far_times,
 )
 from tests.tolerance import assert_close, assert_matches_oracle, in_fp64, outputs_and_gradients
-from torchrec_jagged_attn import devices, jagged_flash_attention
+from torchrec_jagged_attn import jagged_flash_attention
+from torchrec_jagged_attn.base import devices
 
 CPU = torch.device("cpu")
 

@@ -38,7 +38,7 @@ from tests.tolerance import (
     outputs_and_gradients,
 )
 from torchrec_jagged_attn import ops
-from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.base.devices import implementation
 
 CPU = torch.device("cpu")
 

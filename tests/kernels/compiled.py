@@ -27,21 +27,21 @@ from triton.runtime import JITFunction, driver
 import torchrec_jagged_attn
 from tests.kernels.gluon_in_numpy import ops_take_the_cpu_for
 from torchrec_jagged_attn import (
-    devices,
     jagged_dense_bmm,
     jagged_flash_attention,
     jagged_jagged_bmm,
     jagged_softmax,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.attention.arguments import Biases
+from torchrec_jagged_attn.base import devices
 from torchrec_jagged_attn.events import select_events
-from torchrec_jagged_attn.interaction import gradients as interaction_gradients
 from torchrec_jagged_attn.ops import jagged_dense_add, jagged_dense_mul
-from torchrec_jagged_attn.runtime.launch import Launcher, as_constexprs
+from torchrec_jagged_attn.ops.attention.arguments import Biases
+from torchrec_jagged_attn.ops.interaction import gradients as interaction_gradients
+from torchrec_jagged_attn.ops.launch import Launcher, as_constexprs
+from torchrec_jagged_attn.ops.target_attention.api import target_attention_with_lse
+from torchrec_jagged_attn.ops.target_attention.arguments import TargetArguments
 from torchrec_jagged_attn.semantic_ids import PackedCodes
-from torchrec_jagged_attn.target_attention.api import target_attention_with_lse
-from torchrec_jagged_attn.target_attention.arguments import TargetArguments
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # most bytes of a program on A100 and H100
 NEED_AN_H100 = ("few_warps", "hopper", "warpgroup")  # prefixes of names of modules
@@ -349,7 +349,7 @@ def assert_compiles(name: str, arch: int) -> None:
 def assert_every_kernel_is_compiled(arch: int) -> None:
     """Every kernel of ``arch`` is launched by some case."""
     packages = pkgutil.walk_packages(torchrec_jagged_attn.__path__, "torchrec_jagged_attn.")
-    names = [x.name for x in packages if ".kernels." in x.name]
+    names = [x.name for x in packages if ".kernels." in x.name or ".device." in x.name]
     missing = {
         label(x.kernel)
         for name in names

@@ -32,8 +32,8 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction
 
-from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.runtime.launch import Launcher
+from torchrec_jagged_attn.base import devices
+from torchrec_jagged_attn.ops.launch import Launcher
 
 BFLOAT16 = object()  # of which numpy knows nothing
 HOPPER_SHARED_MEMORY = 232_448
@@ -574,7 +574,8 @@ def ops_take_the_cpu_for(**facts: int) -> Iterator[None]:
 def _forget_plans() -> None:
     for name, module in list(sys.modules.items()):
         parts = name.split(".")
-        if parts[0] == "torchrec_jagged_attn" and {"kernels", "launch", "plan"} & {*parts}:
+        folders = {"kernels", "device", "launch", "plan"}
+        if parts[0] == "torchrec_jagged_attn" and folders & {*parts}:
             for value in vars(module).values():
                 if isinstance(value, functools._lru_cache_wrapper):
                     value.cache_clear()

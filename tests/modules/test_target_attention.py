@@ -29,9 +29,9 @@ from tests.rounding import RoundingErrors
 from tests.runs import assert_same_run
 from tests.tolerance import assert_close, assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
-from torchrec_jagged_attn.flash_attention import cpu as flash_attention
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
-from torchrec_jagged_attn.target_attention import cpu as target_attention
+from torchrec_jagged_attn.ops.flash_attention import cpu as flash_attention
+from torchrec_jagged_attn.ops.target_attention import cpu as target_attention
 
 SMALL_CASES = [name for name, case in CASES.items() if not case.large]
 

@@ -19,11 +19,9 @@ from tests.modules.target_attention_inputs import (
     outputs_and_gradients_of,
     projected,
 )
-from torchrec_jagged_attn import (
-    JaggedTargetAttention,
-)
-from torchrec_jagged_attn.flash_attention import cpu as flash_attention
+from torchrec_jagged_attn import JaggedTargetAttention
 from torchrec_jagged_attn.modules.projections import is_materialized
+from torchrec_jagged_attn.ops.flash_attention import cpu as flash_attention
 
 
 class OfTensors(nn.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
-from torchrec_jagged_attn.flash_attention import extension
+from torchrec_jagged_attn.ops.flash_attention import extension
 
 pytestmark = pytest.mark.reference
 run_code = functools.partial(processes.run_code, imported="torchrec_jagged_attn")
@@ -27,7 +27,7 @@ ATTEND_AGAIN = (
     ATTEND[-1],
 )
 BUILD = (
-    "from torchrec_jagged_attn.flash_attention import extension",
+    "from torchrec_jagged_attn.ops.flash_attention import extension",
     "extension.library()",
     "print(extension.build())",
 )
@@ -81,7 +81,7 @@ def test_is_built_once(tmp_path, with_compiler):
             (tools / name).symlink_to(found)
     lines = (
         "from concurrent.futures import ThreadPoolExecutor",
-        "from torchrec_jagged_attn.flash_attention import extension",
+        "from torchrec_jagged_attn.ops.flash_attention import extension",
         "with ThreadPoolExecutor(2) as pool:",
         "    found = [pool.submit(extension.library) for _ in range(2)]",
         "for future in found: future.result()",

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
-from torchrec_jagged_attn.runtime.launch import Launcher
+from torchrec_jagged_attn.ops.launch import Launcher
 
 CONSTANTS = {"D": 8, "H": 2, "num_warps": 4}
 
@@ -55,9 +55,7 @@ class Compiled:
 def launched(monkeypatch):
     """A launcher that has launched once, its kernel's calls, and the arguments of that launch."""
     streams = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
-    monkeypatch.setattr(
-        "torchrec_jagged_attn.runtime.launch.driver", SimpleNamespace(active=streams)
-    )
+    monkeypatch.setattr("torchrec_jagged_attn.ops.launch.driver", SimpleNamespace(active=streams))
     kernel = Kernel()
     launcher = Launcher(kernel)
     arguments = (torch.zeros(64), None, 32, 100, 0.5)

@@ -11,7 +11,7 @@ from tests.combinations import each_pair
 from tests.fixtures import sync_debug_mode
 from tests.oracles import target_attention_oracle
 from tests.tolerance import assert_matches_oracle
-from torchrec_jagged_attn.devices import supported_dtypes
+from torchrec_jagged_attn.base.devices import supported_dtypes
 from torchrec_jagged_attn.semantic_ids import (
     DiscretePCA,
     PackedCodes,

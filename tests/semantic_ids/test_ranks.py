@@ -11,8 +11,8 @@ from tests.rounding import RoundingErrors
 from tests.semantic_ids.test_discrete_pca import draw_rows, error_of
 from tests.tolerance import assert_close
 from tests.torchrec.two_ranks import run_ranks
+from torchrec_jagged_attn.base.ranks import Ranks
 from torchrec_jagged_attn.events import Relevance
-from torchrec_jagged_attn.ranks import Ranks
 from torchrec_jagged_attn.semantic_ids import DiscretePCA, VQFusion
 
 SIZES = (370, 0), (20, 350), (1, 369)

@@ -12,9 +12,11 @@ from tests.oracles import target_attention_oracle, weight_factors
 from tests.samples import assert_rows_behind_never_matter
 from tests.target_attention.test_target_attention import arguments_of, draw_prior_weights, inputs_of
 from tests.tolerance import assert_matches_oracle
-from torchrec_jagged_attn.runtime.registration import flatten
-from torchrec_jagged_attn.target_attention.api import call_target_attention
-from torchrec_jagged_attn.target_attention.api import target_attention_with_lse as attend_with_lse
+from torchrec_jagged_attn.ops.registration import flatten
+from torchrec_jagged_attn.ops.target_attention.api import call_target_attention
+from torchrec_jagged_attn.ops.target_attention.api import (
+    target_attention_with_lse as attend_with_lse,
+)
 
 CPU = torch.device("cpu")
 LENGTHS = [700, 0, 3, 64, 1, 5]  # no row of the 64 counts, where there are prior weights

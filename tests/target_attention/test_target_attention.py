@@ -23,10 +23,10 @@ from tests.tolerance import (
     outputs_and_gradients,
 )
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.attention.arguments import Biases
-from torchrec_jagged_attn.devices import implementation
-from torchrec_jagged_attn.runtime.registration import flatten
-from torchrec_jagged_attn.target_attention.arguments import TargetArguments
+from torchrec_jagged_attn.base.devices import implementation
+from torchrec_jagged_attn.ops.attention.arguments import Biases
+from torchrec_jagged_attn.ops.registration import flatten
+from torchrec_jagged_attn.ops.target_attention.arguments import TargetArguments
 
 CPU = torch.device("cpu")
 

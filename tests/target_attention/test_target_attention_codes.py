@@ -14,8 +14,8 @@ from tests.samples import assert_rows_behind_never_matter
 from tests.target_attention.test_target_attention import arguments_of
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.devices import supported_dtypes
-from torchrec_jagged_attn.runtime.registration import flatten
+from torchrec_jagged_attn.base.devices import supported_dtypes
+from torchrec_jagged_attn.ops.registration import flatten
 from torchrec_jagged_attn.semantic_ids import PackedCodes
 
 CPU = torch.device("cpu")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.autocast import autocast_off
+from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_device,
     check_int,
@@ -14,7 +15,6 @@ from torchrec_jagged_attn.checks import (
     should_validate,
 )
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
-from torchrec_jagged_attn.runtime.autocast import autocast_off
 
 
 class LinearDecoder(nn.Module):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.checks import (
     check_int,
     check_num_levels,
     check_packed,

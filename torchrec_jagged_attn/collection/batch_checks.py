@@ -11,9 +11,14 @@ import torch
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from torchrec_jagged_attn.checks import check_finite, check_float, check_integers, should_validate
+from torchrec_jagged_attn.base.checks import (
+    check_finite,
+    check_float,
+    check_integers,
+    should_validate,
+)
+from torchrec_jagged_attn.base.layout import check_order
 from torchrec_jagged_attn.collection.sharding.padding import PaddedFeatures
-from torchrec_jagged_attn.layout import check_order
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory
 
 

@@ -8,12 +8,12 @@ from typing import Literal
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from torchrec_jagged_attn.attention.checks import check_score, check_window
-from torchrec_jagged_attn.attention.dropout import drops_of
-from torchrec_jagged_attn.checks import check_bool, check_int
+from torchrec_jagged_attn.base.checks import check_bool, check_int
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, packed_codes_of
+from torchrec_jagged_attn.ops.attention.checks import check_score, check_window
+from torchrec_jagged_attn.ops.attention.dropout import drops_of
 
 
 @dataclass(frozen=True)

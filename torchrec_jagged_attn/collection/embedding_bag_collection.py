@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.checks import check_bool, check_device
+from torchrec_jagged_attn.base.checks import check_bool, check_device
 from torchrec_jagged_attn.collection.batch_checks import (
     check_features,
     pad_empty_batch,

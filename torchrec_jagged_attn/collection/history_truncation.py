@@ -5,7 +5,7 @@ from torch import nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.checks import has_values
+from torchrec_jagged_attn.base.checks import has_values
 from torchrec_jagged_attn.collection.batch_checks import check_equal_keys, replace_rows
 
 

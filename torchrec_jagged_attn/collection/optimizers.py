@@ -8,7 +8,7 @@ from torch import nn
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from torchrec_jagged_attn.checks import check_module
+from torchrec_jagged_attn.base.checks import check_module
 
 # Modules that ``check_optimizers`` has checked.
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.checks import check_float, check_shape
+from torchrec_jagged_attn.base.checks import check_float, check_shape
 from torchrec_jagged_attn.collection.sharding.padding import num_rows
-from torchrec_jagged_attn.interaction.api import jagged_dense_add
-from torchrec_jagged_attn.interaction.gradients import jagged_dense_add as add_op
+from torchrec_jagged_attn.ops.interaction.api import jagged_dense_add
+from torchrec_jagged_attn.ops.interaction.gradients import jagged_dense_add as add_op
 
 
 def repeat_per_candidate(rows: Tensor, candidates: JaggedTensor) -> Tensor:

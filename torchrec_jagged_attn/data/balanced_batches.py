@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from torchrec_jagged_attn.checks import check_bool, check_int
+from torchrec_jagged_attn.base.checks import check_bool, check_int
 
 EXPONENTS = {"linear": 1, "quadratic": 2}
 """Exponent of the length in each cost."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.checks import (
     check_finite,
     check_float,
     check_numbers,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.checks import (
     check_device,
     check_int,
     check_numbers,
@@ -17,7 +17,7 @@ from torchrec_jagged_attn.checks import (
     check_shape,
     should_validate,
 )
-from torchrec_jagged_attn.ranks import Ranks
+from torchrec_jagged_attn.base.ranks import Ranks
 
 NEWTON_STEPS, HALVINGS = 30, 12
 

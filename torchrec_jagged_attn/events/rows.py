@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_has_values, should_validate
-from torchrec_jagged_attn.devices import implementation
+from torchrec_jagged_attn.base.checks import check_has_values, should_validate
+from torchrec_jagged_attn.base.devices import implementation
+from torchrec_jagged_attn.base.layout import JaggedLayout
 from torchrec_jagged_attn.events.kernels import highest_rows as kernels
-from torchrec_jagged_attn.layout import JaggedLayout
-from torchrec_jagged_attn.runtime.registration import register_op_without_grad
+from torchrec_jagged_attn.ops.registration import register_op_without_grad
 
 
 def select_rows(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.checks import (
     check_float,
     check_int,
     check_integers,
@@ -19,14 +19,14 @@ from torchrec_jagged_attn.checks import (
     check_shape,
     should_validate,
 )
+from torchrec_jagged_attn.base.devices import implementation
+from torchrec_jagged_attn.base.layout import check_offsets_values
 from torchrec_jagged_attn.collection.batch_checks import (
     check_equal_keys,
     check_equal_lengths,
     replace_rows,
 )
-from torchrec_jagged_attn.devices import implementation
 from torchrec_jagged_attn.events.rows import select_rows, take_rows
-from torchrec_jagged_attn.layout import check_offsets_values
 
 Histories = TypeVar("Histories", JaggedTensor, dict[str, JaggedTensor])
 NO_LIMIT = 2**62

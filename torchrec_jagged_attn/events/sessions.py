@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.checks import (
     check_float,
     check_integers,
     check_real,
@@ -13,7 +13,7 @@ from torchrec_jagged_attn.checks import (
     check_shape,
     should_validate,
 )
-from torchrec_jagged_attn.layout import JaggedLayout, check_offsets_values, check_order
+from torchrec_jagged_attn.base.layout import JaggedLayout, check_offsets_values, check_order
 
 
 def segment_sessions(

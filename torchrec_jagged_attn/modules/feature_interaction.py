@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.attention.checks import check_width
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.autocast import cast_as_products
+from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_float,
     check_number,
@@ -21,7 +21,7 @@ from torchrec_jagged_attn.checks import (
     check_tensor,
     has_values,
 )
-from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.base.layout import check_offsets_values
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
@@ -31,7 +31,7 @@ from torchrec_jagged_attn.ops import (
     jagged_softmax,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.runtime.autocast import cast_as_products
+from torchrec_jagged_attn.ops.attention.checks import check_width
 
 
 class JaggedFeatureInteraction(nn.Module):

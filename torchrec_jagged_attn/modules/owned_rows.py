@@ -25,8 +25,7 @@ from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.attention.arguments import Biases
-from torchrec_jagged_attn.attention.dropout import draw_dropout
+from torchrec_jagged_attn.base.autocast import autocast_off
 from torchrec_jagged_attn.modules.projections import (
     ProjectionWeights,
     absorb_keys,
@@ -36,13 +35,14 @@ from torchrec_jagged_attn.modules.projections import (
     split_projections,
 )
 from torchrec_jagged_attn.modules.target_attention_arguments import Options
-from torchrec_jagged_attn.runtime.autocast import autocast_off
-from torchrec_jagged_attn.runtime.registration import flatten
-from torchrec_jagged_attn.target_attention.api import (
+from torchrec_jagged_attn.ops.attention.arguments import Biases
+from torchrec_jagged_attn.ops.attention.dropout import draw_dropout
+from torchrec_jagged_attn.ops.registration import flatten
+from torchrec_jagged_attn.ops.target_attention.api import (
     call_target_attention,
     target_attention_with_lse,
 )
-from torchrec_jagged_attn.target_attention.arguments import TargetArguments
+from torchrec_jagged_attn.ops.target_attention.arguments import TargetArguments
 
 
 class OwnedRows(NamedTuple):

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.attention.checks import MAX_WIDTH
+from torchrec_jagged_attn.ops.attention.checks import MAX_WIDTH
 
 
 class ProjectionWeights(NamedTuple):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from torchrec_jagged_attn.checks import check_bool, check_int
+from torchrec_jagged_attn.base.checks import check_bool, check_int
 
 
 class RecencyBias(nn.Module):

@@ -10,15 +10,7 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.attention.arguments import Biases
-from torchrec_jagged_attn.attention.checks import (
-    check_heads,
-    check_prior_weights,
-    check_width,
-    check_window,
-)
-from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_device,
     check_dtype,
@@ -30,9 +22,17 @@ from torchrec_jagged_attn.checks import (
     check_same,
     check_shape,
 )
-from torchrec_jagged_attn.flash_attention.api import call_flash_attention, flash_attention
-from torchrec_jagged_attn.layout import check_offsets_values
+from torchrec_jagged_attn.base.layout import check_offsets_values
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
+from torchrec_jagged_attn.ops.attention.arguments import Biases
+from torchrec_jagged_attn.ops.attention.checks import (
+    check_heads,
+    check_prior_weights,
+    check_width,
+    check_window,
+)
+from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.flash_attention.api import call_flash_attention, flash_attention
 
 
 class JaggedSelfAttention(nn.Module):

@@ -10,10 +10,8 @@ from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.attention.arguments import Biases
-from torchrec_jagged_attn.attention.checks import check_score, check_width
-from torchrec_jagged_attn.attention.dropout import draw_dropout, drops_of
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.autocast import autocast_dtype, autocast_off
+from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_device,
     check_dtype,
@@ -21,12 +19,11 @@ from torchrec_jagged_attn.checks import (
     check_int,
     check_packed_values,
 )
+from torchrec_jagged_attn.base.devices import supported_dtypes
+from torchrec_jagged_attn.base.layout import is_behind
 from torchrec_jagged_attn.codes.api import unpack_codes
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
-from torchrec_jagged_attn.devices import supported_dtypes
-from torchrec_jagged_attn.flash_attention.api import flash_attention
-from torchrec_jagged_attn.layout import is_behind
 from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, attend_at_owners
 from torchrec_jagged_attn.modules.projections import (
     Projections,
@@ -46,9 +43,12 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     check_target_heads,
     packed_codes_of,
 )
-from torchrec_jagged_attn.runtime.autocast import autocast_dtype, autocast_off
-from torchrec_jagged_attn.target_attention.api import target_attention
-from torchrec_jagged_attn.target_attention.weights import attention_weights
+from torchrec_jagged_attn.ops.attention.arguments import Biases
+from torchrec_jagged_attn.ops.attention.checks import check_score, check_width
+from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.flash_attention.api import flash_attention
+from torchrec_jagged_attn.ops.target_attention.api import target_attention
+from torchrec_jagged_attn.ops.target_attention.weights import attention_weights
 
 
 class JaggedTargetAttention(nn.Module):

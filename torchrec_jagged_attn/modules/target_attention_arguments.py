@@ -5,17 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchrec_jagged_attn.attention.arguments import Biases
-from torchrec_jagged_attn.attention.checks import (
-    check_heads,
-    check_indices,
-    check_indices_values,
-    check_prior_weights,
-    check_request_time,
-    check_score,
-    check_timestamps,
-)
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.checks import (
     check_embeddings,
     check_float,
     check_int,
@@ -25,9 +15,19 @@ from torchrec_jagged_attn.checks import (
     check_shape,
     check_tensor,
 )
+from torchrec_jagged_attn.base.layout import check_offsets_values, check_order
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
-from torchrec_jagged_attn.layout import check_offsets_values, check_order
+from torchrec_jagged_attn.ops.attention.arguments import Biases
+from torchrec_jagged_attn.ops.attention.checks import (
+    check_heads,
+    check_indices,
+    check_indices_values,
+    check_prior_weights,
+    check_request_time,
+    check_score,
+    check_timestamps,
+)
 
 
 class Options(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import check_float, check_packed, check_same, check_shape
+from torchrec_jagged_attn.base.autocast import autocast_off, cast_as_products
+from torchrec_jagged_attn.base.checks import check_float, check_packed, check_same, check_shape
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.ops import jagged_target_attention
-from torchrec_jagged_attn.runtime.autocast import autocast_off, cast_as_products
 
 
 def jagged_target_attention_over_codes(

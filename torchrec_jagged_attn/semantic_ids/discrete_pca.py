@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.autocast import autocast_off
+from torchrec_jagged_attn.base.checks import (
     check_int,
     check_real,
     check_same,
@@ -18,9 +19,8 @@ from torchrec_jagged_attn.checks import (
     check_tensor,
     should_validate,
 )
+from torchrec_jagged_attn.base.ranks import Ranks
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
-from torchrec_jagged_attn.ranks import Ranks
-from torchrec_jagged_attn.runtime.autocast import autocast_off
 
 BLOCK = 2**16
 """Number of rows that are processed at a time."""

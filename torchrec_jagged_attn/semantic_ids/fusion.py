@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrec_jagged_attn.checks import (
+from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_device,
     check_int,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchrec_jagged_attn.flash_attention.kernels.distance_bias import bias_by_distance
+from torchrec_jagged_attn.ops.flash_attention.kernels.distance_bias import bias_by_distance
 
 
 def test_relative_bias_of_more_rows_than_its_list_counts():

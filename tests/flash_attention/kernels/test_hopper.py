@@ -15,9 +15,9 @@ from tests.flash_attention.test_flash_attention import (
 from tests.samples import assert_other_samples_never_matter
 from tests.tolerance import outputs_and_gradients
 from torchrec_jagged_attn import jagged_flash_attention
-from torchrec_jagged_attn.attention.arguments import Biases
-from torchrec_jagged_attn.flash_attention.arguments import FlashArguments
-from torchrec_jagged_attn.flash_attention.kernels import attention as flash_attention
+from torchrec_jagged_attn.ops.attention.arguments import Biases
+from torchrec_jagged_attn.ops.flash_attention.arguments import FlashArguments
+from torchrec_jagged_attn.ops.flash_attention.kernels import attention as flash_attention
 
 SHORT_FIRST = ["hopper_short"] * 2  # of two sizes of samples
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.flash_attention.plan import VARIANTS, Call, plan_of
-from torchrec_jagged_attn.runtime.dispatch import table
+from torchrec_jagged_attn.base import devices
+from torchrec_jagged_attn.ops.dispatch import table
+from torchrec_jagged_attn.ops.flash_attention.plan import VARIANTS, Call, plan_of
 
 CUDA = torch.device("cuda")
 A100, H100 = 166_912, 232_448  # bytes of shared memory

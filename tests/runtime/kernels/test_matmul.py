@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
-from torchrec_jagged_attn.runtime.kernels.matmul import product
+from torchrec_jagged_attn.ops.device.matmul import product
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
-from torchrec_jagged_attn.runtime.kernels.softmax import mean_grad
+from torchrec_jagged_attn.ops.device.softmax import mean_grad
 
 
 @triton.jit

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.cases import offsets_of
-from torchrec_jagged_attn.runtime.kernels import tile_list
-from torchrec_jagged_attn.runtime.kernels.tile_list import list_tiles, max_tiles
+from torchrec_jagged_attn.ops.device import tile_list
+from torchrec_jagged_attn.ops.device.tile_list import list_tiles, max_tiles
 
 
 @pytest.mark.parametrize("is_self", [True, False], ids=["self", "cross"])

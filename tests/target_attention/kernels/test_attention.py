@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchrec_jagged_attn.target_attention.kernels import attention
+from torchrec_jagged_attn.ops.target_attention.kernels import attention
 
 
 @pytest.mark.parametrize("num_tables", [1, 2, 31, 32, 33, 100, 5000])

@@ -36,7 +36,7 @@ from tests.target_attention.test_target_attention_rows import FUNCTIONS as OVER_
 from tests.target_attention.test_target_attention_rows import by_index
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.runtime.registration import flatten
+from torchrec_jagged_attn.ops.registration import flatten
 
 pytestmark = pytest.mark.interpreter  # and Triton's kernels around them
 

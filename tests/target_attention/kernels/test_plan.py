@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from torchrec_jagged_attn import devices
-from torchrec_jagged_attn.runtime.dispatch import choose, table
-from torchrec_jagged_attn.target_attention.plan import DENSE, JAGGED, SHARED, VARIANTS, Call, Plan
+from torchrec_jagged_attn.base import devices
+from torchrec_jagged_attn.ops.dispatch import choose, table
+from torchrec_jagged_attn.ops.target_attention.plan import (
+    DENSE,
+    JAGGED,
+    SHARED,
+    VARIANTS,
+    Call,
+    Plan,
+)
 
 A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory of a program
 DEVICE = torch.device("cuda")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.cases import offsets_of
-from torchrec_jagged_attn.target_attention.kernels.records import SplitSchedule
-from torchrec_jagged_attn.target_attention.kernels.schedule import split_schedule_kernel
+from torchrec_jagged_attn.ops.target_attention.kernels.records import SplitSchedule
+from torchrec_jagged_attn.ops.target_attention.kernels.schedule import split_schedule_kernel
 
 CHUNK = 16
 BLOCK_B = 4  # fewer than there are samples, so that several programs write the schedule

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrec_jagged_attn.runtime.launch import Launcher
+from torchrec_jagged_attn.ops.launch import Launcher
 
 MIN_BLOCK, MAX_BLOCK = 128, 4096
 ROWS_PER_WARP = 512

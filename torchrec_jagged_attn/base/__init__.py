@@ -1,0 +1,1 @@
+"""What all other folders use: offsets, devices, checks of arguments, autocast."""

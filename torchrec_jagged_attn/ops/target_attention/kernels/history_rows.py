@@ -1,0 +1,33 @@
+"""Load history rows in the Triton kernels: by gather indices, if given, and unpacked from packed
+codes (``codes/kernels/rows.py``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torchrec_jagged_attn.codes.kernels.rows import load_codes
+from torchrec_jagged_attn.ops.target_attention.kernels.schedule import gather_indices
+
+
+@triton.jit
+def load_history(
+    history_ptr, samples, start, end, d, history_stride, dtype: tl.constexpr, C: tl.constexpr
+):
+    """``(n, visible, x)``: the positions from ``start`` to ``end``, their mask (``[BLOCK_N, 1]``
+    each), and their rows ``[BLOCK_N, BLOCK_D]`` in ``dtype``.
+
+    Unpacked codes are followed by a one in the last column. Masked elements are zeros, but of
+    packed codes arbitrary.
+    """
+    index = tl.arange(0, C.BLOCK_N)
+    n = (start + index)[:, None]
+    visible = (index < (end - start).to(tl.int32))[:, None]
+    row = gather_indices(samples, n, visible)
+    ptrs = history_ptr + row * history_stride
+    if C.LEVELS > 0:
+        x = load_codes(ptrs, visible, d[None, :], C.D - 1, C.LEVELS, C.PER_BYTE).to(dtype)
+    else:
+        x = tl.load(ptrs + d[None, :], mask=visible & (d < C.D)[None, :], other=0.0)
+    return n, visible, x

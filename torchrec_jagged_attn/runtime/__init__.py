@@ -1,1 +1,0 @@
-"""Registration, launch and dispatch of ops."""
