@@ -27,7 +27,7 @@ from torchrec_jagged_attn import (
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
-from torchrec_jagged_attn.modules import owned_rows
+from torchrec_jagged_attn.collection.sharding import remote_attention
 
 LENGTH, RANKS = 4000.0, 2
 OURS: list[ModuleSharder] = [HistoryEmbeddingCollectionSharder(), EmbeddingBagCollectionSharder()]
@@ -121,7 +121,7 @@ def count_bytes(device: torch.device) -> list[int]:
     optimize_tables(model)
     model = shard(model, device, ShardingType.ROW_WISE, sharders=OURS)
     counted: list[int] = []
-    start = owned_rows._Transfer.start
+    start = remote_attention._Transfer.start
 
     def start_counted(
         transfer: Any, x: Tensor, received: list[int], sent: list[int], is_grad: bool
@@ -129,7 +129,7 @@ def count_bytes(device: torch.device) -> list[int]:
         counted[-1] += x.shape[1:].numel() * x.itemsize * (sum(sent) - sent[dist.get_rank()])
         start(transfer, x, received, sent, is_grad)
 
-    owned_rows._Transfer.start = start_counted
+    remote_attention._Transfer.start = start_counted
     for length in (2, 50):
         counted.append(0)
         lengths = torch.tensor([1, 1, 1, length, length, length], device=device)

@@ -49,8 +49,12 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.collection import pooling
 from torchrec_jagged_attn.collection.sharding.id_exchange import CachedAwaitable
+from torchrec_jagged_attn.collection.sharding.remote_attention import (
+    OwnedHistory,
+    _Transfer,
+    start_exchange,
+)
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
-from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, _Transfer, start_exchange
 
 CPU = torch.device("cpu")
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
@@ -185,7 +189,7 @@ RUNS = {"first": 7, "again": 7, "other seed": 8, "eval": 7}
 
 
 def attention_weights(
-    attention: JaggedTargetAttention, features: KeyedJaggedTensor, history: RemoteHistory
+    attention: JaggedTargetAttention, features: KeyedJaggedTensor, history: OwnedHistory
 ) -> Tensor:
     """``[N', H, T]`` weights of the rows on this rank, read from the gradient of the rows: queries
     are zero, so that a gradient of one column of an output is the weight in that column of rows.

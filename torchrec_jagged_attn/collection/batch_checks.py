@@ -19,7 +19,7 @@ from torchrec_jagged_attn.base.checks import (
 )
 from torchrec_jagged_attn.base.layout import check_order
 from torchrec_jagged_attn.collection.sharding.padding import PaddedFeatures
-from torchrec_jagged_attn.modules.owned_rows import RemoteHistory
+from torchrec_jagged_attn.modules.target_attention_arguments import RemoteHistory
 
 
 def read_feature(features: KeyedJaggedTensor, name: str) -> JaggedTensor:

@@ -24,7 +24,6 @@ from torchrec_jagged_attn.base.layout import is_behind
 from torchrec_jagged_attn.codes.api import unpack_codes
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
-from torchrec_jagged_attn.modules.owned_rows import RemoteHistory, attend_at_owners
 from torchrec_jagged_attn.modules.projections import (
     Projections,
     ProjectionWeights,
@@ -38,6 +37,7 @@ from torchrec_jagged_attn.modules.projections import (
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.modules.target_attention_arguments import (
     Options,
+    RemoteHistory,
     check_codes,
     check_inputs,
     check_target_heads,
@@ -489,8 +489,8 @@ def _attend(
                     "DistributedModelParallel an EmbeddingCollectionSharder"
                 )
             # An awaitable, which waits when it is used as a tensor.
-            return attend_at_owners(  # pyright: ignore[reportReturnType]
-                query, query_offsets, history, weights, biases, options, dtype
+            return history.attend(  # pyright: ignore[reportReturnType]
+                query, query_offsets, weights, biases, options, dtype
             )
     if num_levels > 0:
         if k_weight is None or v_weight is None:

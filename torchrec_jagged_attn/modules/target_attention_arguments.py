@@ -3,7 +3,10 @@
 # FX and torch.jit.script read annotations of records, so they are no strings here.
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.base.checks import (
     check_embeddings,
@@ -18,6 +21,7 @@ from torchrec_jagged_attn.base.checks import (
 from torchrec_jagged_attn.base.layout import check_offsets_values, check_order
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
+from torchrec_jagged_attn.modules.projections import ProjectionWeights
 from torchrec_jagged_attn.ops.attention.arguments import Biases
 from torchrec_jagged_attn.ops.attention.checks import (
     check_heads,
@@ -41,6 +45,28 @@ class Options(NamedTuple):
     keys_and_values: str  # "materialized", "absorbed", or "auto" by number of targets
     score: str
     dropout_threshold: int  # the current dropout probability, in units of 2^-32
+
+
+class RemoteHistory(JaggedTensor):
+    """A history whose rows are on other ranks, where attention to them is computed."""
+
+    def attend(
+        self,
+        query: Tensor,
+        query_offsets: Tensor | None,
+        weights: ProjectionWeights,
+        biases: Biases,
+        options: Options,
+        dtype: torch.dtype,
+    ) -> Awaitable[Tensor]:
+        """Compute ``JaggedTargetAttention.forward`` for this history. Returns an awaitable that can
+        be used as the output.
+        """
+        raise NotImplementedError
+
+    def without_samples(self) -> JaggedTensor:
+        """Copy with zero samples."""
+        raise NotImplementedError
 
 
 def check_target_heads(num_heads: int | None, embed_dim: int) -> int:

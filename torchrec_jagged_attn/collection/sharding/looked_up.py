@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.collection.sharding.id_exchange import Feature, OwnedIds
 from torchrec_jagged_attn.collection.sharding.padding import Segments
-from torchrec_jagged_attn.modules.owned_rows import OwnedRows
+from torchrec_jagged_attn.collection.sharding.remote_attention import OwnedRows
 
 SPARE = 1
 """Number of spare rows that follow the capacity of each segment of rows on an owner rank."""

@@ -2,9 +2,9 @@
 
 Ids of all features are sent to the owner ranks of their rows (``id_exchange.py``). Owner ranks look
 up all ids of a table together, so that a row that both a target and histories contain is updated
-once. Rows of local histories are read there by attention, see
-:mod:`torchrec_jagged_attn.modules.owned_rows`. The rows of all other features, and of histories
-that are not local, are sent back to the source ranks of their samples.
+once. Rows of local histories are read there by attention, see ``remote_attention.py``. The rows of
+all other features, and of histories that are not local, are sent back to the source ranks of their
+samples.
 """
 
 from __future__ import annotations
@@ -54,13 +54,17 @@ from torchrec_jagged_attn.collection.sharding.looked_up import (
     static_local_ids,
 )
 from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor, Segments
+from torchrec_jagged_attn.collection.sharding.remote_attention import (
+    OwnedHistory,
+    OwnedRows,
+    start_exchange,
+)
 from torchrec_jagged_attn.collection.sharding.row_groups import (
     RowLayout,
     divide_rows,
     permute_rows,
 )
 from torchrec_jagged_attn.collection.sharding.tables import fixed_rows_in, histories_in
-from torchrec_jagged_attn.modules.owned_rows import OwnedRows, RemoteHistory, start_exchange
 
 SHARDING_TYPES = (
     ShardingType.ROW_WISE.value,
@@ -91,7 +95,7 @@ class _Output(LazyAwaitable[dict[str, JaggedTensor]]):
 
 class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
     """An EmbeddingCollection on several ranks, whose output contains local histories as
-    :class:`RemoteHistory` and all other features as JaggedTensor.
+    :class:`OwnedHistory` and all other features as JaggedTensor.
 
     Args:
         module: its tables are :class:`HistoryTableConfig`.
@@ -390,7 +394,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             )
         for x in looked_up.histories:
             name = x.feature.name
-            not_sent[name] = RemoteHistory(lengths[name], x.num_rows, x.owned)
+            not_sent[name] = OwnedHistory(lengths[name], x.num_rows, x.owned)
         return _Output(not_sent, waits)
 
     def _send(

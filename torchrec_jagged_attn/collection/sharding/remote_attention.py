@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, QuantizedCommCodecs
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.base.autocast import autocast_off
 from torchrec_jagged_attn.modules.projections import (
@@ -34,7 +33,7 @@ from torchrec_jagged_attn.modules.projections import (
     project_values,
     split_projections,
 )
-from torchrec_jagged_attn.modules.target_attention_arguments import Options
+from torchrec_jagged_attn.modules.target_attention_arguments import Options, RemoteHistory
 from torchrec_jagged_attn.ops.attention.arguments import Biases
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout
 from torchrec_jagged_attn.ops.registration import flatten
@@ -61,7 +60,7 @@ class OwnedRows(NamedTuple):
     queries_per_rank: list[int] | None = None
 
 
-class RemoteHistory(JaggedTensor):
+class OwnedHistory(RemoteHistory):
     """History whose rows are on their owner ranks. ``values()`` is a NaN placeholder ``[N, D]``
     (one expanded scalar). ``owned`` holds this rank's rows of the histories of all ranks.
     """
@@ -73,11 +72,41 @@ class RemoteHistory(JaggedTensor):
         )
         self.owned = owned
 
-    def without_samples(self) -> RemoteHistory:
+    def without_samples(self) -> OwnedHistory:
         """Copy with zero samples. Owner ranks still have one empty sample, because TorchRec cannot
         look up an empty batch.
         """
-        return RemoteHistory(self.lengths()[:0], 0, self.owned)
+        return OwnedHistory(self.lengths()[:0], 0, self.owned)
+
+    @torch.compiler.disable()  # a graph break, because ranks communicate
+    def attend(
+        self,
+        query: Tensor,
+        query_offsets: Tensor | None,
+        weights: ProjectionWeights,
+        biases: Biases,
+        options: Options,
+        dtype: torch.dtype,
+    ) -> LazyAwaitable[Tensor]:
+        """Compute ``JaggedTargetAttention.forward`` on the owner ranks, in ``dtype``.
+
+        Queries are sent at once. Everything else is computed when the output is waited for. All
+        ranks must wait for the outputs of several attentions in the same order.
+
+        Args:
+            query: ``[B, C]``, or ``[ΣT, C]`` with ``query_offsets`` ``[B + 1]``.
+
+        Returns:
+            ``[B, E]`` or ``[ΣT, E]``.
+        """
+        if self.values().requires_grad:
+            raise NotImplementedError(
+                "rows of histories that HistoryEmbeddingCollectionSharder leaves on other ranks "
+                "must be trained in loss.backward(), got histories that were detached, as by "
+                "TrainPipelineSemiSync: use TrainPipelineSparseDist"
+            )
+        steps = _attend_in_steps(query, query_offsets, self, weights, biases, options, dtype)
+        return _Attention(steps)
 
 
 class _Transfer:
@@ -206,42 +235,16 @@ class _Attention(LazyAwaitable[Tensor]):
         return self._result
 
 
-@torch.compiler.disable()  # a graph break, because ranks communicate
-def attend_at_owners(
-    query: Tensor,
-    query_offsets: Tensor | None,
-    history: RemoteHistory,
-    weights: ProjectionWeights,
-    biases: Biases,
-    options: Options,
-    dtype: torch.dtype,
-) -> LazyAwaitable[Tensor]:
-    """Compute ``JaggedTargetAttention.forward`` on the owner ranks, in ``dtype``: the output
-    ``[B, E]`` for a query ``[B, C]``, or ``[ΣT, E]`` for ``[ΣT, C]`` with offsets ``[B + 1]``.
-
-    Queries are sent at once. Everything else is computed when the output is waited for. All ranks
-    must wait for the outputs of several attentions in the same order.
-    """
-    if history.values().requires_grad:
-        raise NotImplementedError(
-            "rows of histories that HistoryEmbeddingCollectionSharder leaves on other ranks must "
-            "be trained in loss.backward(), got histories that were detached, as by "
-            "TrainPipelineSemiSync: use TrainPipelineSparseDist"
-        )
-    steps = _attend_in_steps(query, query_offsets, history, weights, biases, options, dtype)
-    return _Attention(steps)
-
-
 def _attend_in_steps(
     query: Tensor,
     query_offsets: Tensor | None,
-    history: RemoteHistory,
+    history: OwnedHistory,
     weights: ProjectionWeights,
     biases: Biases,
     options: Options,
     dtype: torch.dtype,
 ) -> Iterator[Tensor]:
-    """See :func:`attend_at_owners`. Yields once after queries are sent, and then the output."""
+    """See :meth:`OwnedHistory.attend`. Yields once after queries are sent, and then the output."""
     owned, num_queries = history.owned, query.shape[0]
     samples = queries = _Splits(owned.samples_per_rank, owned.owners, owned.group)
     missing = samples.local_count - history.lengths().shape[0]  # 1 if there is no sample, else 0
