@@ -56,12 +56,6 @@ def supported_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     return DTYPES[implementation(device)[0]]
 
 
-def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether kernels, compiled or interpreted, support ``dtype`` on ``device``."""
-    name, _ = implementation(device)
-    return name in ("triton", "triton-interpreter") and dtype in DTYPES[name]
-
-
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Return the maximum bytes of shared memory of a program; unlimited in the interpreter."""
