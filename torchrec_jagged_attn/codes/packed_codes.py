@@ -7,17 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.base.checks import (
-    check_int,
-    check_num_levels,
-    check_packed,
-    check_packed_values,
-    check_shape,
-    check_tensor,
-    should_validate,
-)
+from torchrec_jagged_attn.base.checks import check_int, check_shape, check_tensor, should_validate
 from torchrec_jagged_attn.codes import bytes_of_codes, codes_per_byte
 from torchrec_jagged_attn.codes.api import pack_codes, unpack_codes
+from torchrec_jagged_attn.codes.checks import check_num_levels, check_packed, check_packed_values
 
 INT64_BYTES = 8
 """Bytes of an int64."""

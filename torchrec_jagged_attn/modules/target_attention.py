@@ -17,11 +17,11 @@ from torchrec_jagged_attn.base.checks import (
     check_dtype,
     check_finite,
     check_int,
-    check_packed_values,
 )
 from torchrec_jagged_attn.base.devices import supported_dtypes
 from torchrec_jagged_attn.base.layout import is_behind
 from torchrec_jagged_attn.codes.api import unpack_codes
+from torchrec_jagged_attn.codes.checks import check_packed_values
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.modules.projections import (

@@ -13,12 +13,12 @@ from torchrec_jagged_attn.base.checks import (
     check_float,
     check_int,
     check_offsets_metadata,
-    check_packed,
     check_same,
     check_shape,
     check_tensor,
 )
 from torchrec_jagged_attn.base.layout import check_offsets_values, check_order
+from torchrec_jagged_attn.codes.checks import check_packed
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.modules.projections import ProjectionWeights

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.base.autocast import autocast_off, cast_as_products
-from torchrec_jagged_attn.base.checks import check_float, check_packed, check_same, check_shape
+from torchrec_jagged_attn.base.checks import check_float, check_same, check_shape
+from torchrec_jagged_attn.codes.checks import check_packed
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.ops import jagged_target_attention
 

@@ -10,11 +10,11 @@ from torchrec_jagged_attn.base.checks import (
     check_float,
     check_int,
     check_integers,
-    check_packed,
     check_same,
     check_shape,
     should_validate,
 )
+from torchrec_jagged_attn.codes.checks import check_packed
 from torchrec_jagged_attn.ops.attention.arguments import SCORES, Biases
 
 MAX_WIDTH = 512

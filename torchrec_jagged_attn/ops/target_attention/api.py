@@ -13,16 +13,15 @@ from torchrec_jagged_attn.base.checks import (
     check_finite,
     check_float,
     check_integers,
-    check_num_levels,
     check_number,
     check_offsets_metadata,
-    check_packed_values,
     check_same,
     check_shape,
     check_tensor,
 )
 from torchrec_jagged_attn.base.devices import implementation_of
 from torchrec_jagged_attn.base.layout import check_offsets_values
+from torchrec_jagged_attn.codes.checks import check_num_levels, check_packed_values
 from torchrec_jagged_attn.ops.attention.arguments import Biases
 from torchrec_jagged_attn.ops.attention.checks import (
     check_biases,
