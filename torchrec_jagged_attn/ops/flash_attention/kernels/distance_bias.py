@@ -37,8 +37,9 @@ def _expand_kernel(
     head = tl.program_id(1)
     bucket = recency_bucket(tl.abs(column - max_distance), R)
     bias = tl.load(table_ptr + bucket * H + head).to(tl.float32) * LOG2E
+    mask = column < 2 * max_distance
     ptrs = by_distance_ptr + head.to(tl.int64) * (2 * max_distance) + column
-    tl.store(ptrs, bias, mask=column < 2 * max_distance)
+    tl.store(ptrs, bias, mask=mask)
 
 
 _expand = Launcher(_expand_kernel)
