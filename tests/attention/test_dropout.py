@@ -30,7 +30,7 @@ from torchrec_jagged_attn import (
     jagged_flash_attention,
     jagged_target_attention,
 )
-from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 
 P = 0.4
 
@@ -103,7 +103,9 @@ def is_dropped(dropout, num_query_rows, num_rows):
 def test_as_many_weights_are_dropped_as_asked_for(p):
     """Of each query row and of each row, alike; and no two of these have draws in common."""
     torch.manual_seed(0)
-    draws = is_dropped(draw_dropout(drops_of(p, "dropout"), torch.device("cpu")), 400, 300).double()
+    draws = is_dropped(
+        draw_dropout(dropout_threshold(p, "dropout"), torch.device("cpu")), 400, 300
+    ).double()
     deviation = (p * (1 - p)) ** 0.5
     assert abs(draws.mean() - p) < 5 * deviation / draws.numel() ** 0.5
     for axis, number in ((0, 400), (1, 300)):
@@ -120,7 +122,7 @@ def test_as_many_weights_are_dropped_as_asked_for(p):
 def factors_of(device, num_query_rows, num_heads, num_rows, p=P):
     """``[rows, H, N]``: what ``seeded`` calls multiply weights with."""
     torch.manual_seed(5)
-    dropout = draw_dropout(drops_of(p, "dropout"), device).cpu()
+    dropout = draw_dropout(dropout_threshold(p, "dropout"), device).cpu()
     r, n = torch.arange(num_query_rows * num_heads), torch.arange(num_rows)
     factors = weight_factors(dropout, r, n)
     assert 0 < factors.count_nonzero() < factors.numel()

@@ -13,7 +13,7 @@ from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, packed_codes_of
 from torchrec_jagged_attn.ops.attention.checks import check_score, check_window
-from torchrec_jagged_attn.ops.attention.dropout import drops_of
+from torchrec_jagged_attn.ops.attention.dropout import dropout_threshold
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_layers", check_int(self.num_layers, "num_layers", 1))
         object.__setattr__(self, "window", check_window(self.window, self.causal))
-        drops_of(self.dropout, "dropout")
+        dropout_threshold(self.dropout, "dropout")
         check_bool(self.user_embedding, "user_embedding")
 
 
@@ -146,7 +146,7 @@ class TargetAttentionConfig:
         for name in ("num_heads", "max_history"):
             if getattr(self, name) is not None:
                 setattr(self, name, check_int(getattr(self, name), name, 1))
-        drops_of(self.dropout, "dropout")
+        dropout_threshold(self.dropout, "dropout")
         if self.init not in ("recency", "mha"):
             raise ValueError(f"init must be 'recency' or 'mha', got {self.init!r}")
         check_score(self.score)

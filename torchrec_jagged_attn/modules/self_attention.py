@@ -31,7 +31,7 @@ from torchrec_jagged_attn.ops.attention.checks import (
     check_width,
     check_window,
 )
-from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.flash_attention.api import call_flash_attention, flash_attention
 
 
@@ -98,7 +98,7 @@ class JaggedSelfAttention(nn.Module):
         self.window = window
         self.dropout = dropout
         # An integer: compilers take a float for one that varies.
-        self._weight_drops = drops_of(dropout, "dropout")
+        self._dropout_threshold = dropout_threshold(dropout, "dropout")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -152,7 +152,7 @@ class JaggedSelfAttention(nn.Module):
             self.out_proj.bias,
             None if self.recency_bias is None else self.recency_bias.position_weight,
             self.num_heads,
-            self._weight_drops if self.training else 0,
+            self._dropout_threshold if self.training else 0,
             self.causal,
             self.window,
         )
@@ -174,7 +174,7 @@ def _attend(
     out_bias: Tensor | None,
     relative_bias: Tensor | None,
     num_heads: int,
-    weight_drops: int,
+    threshold: int,
     causal: bool,
     window: int | None,
 ) -> JaggedTensor:
@@ -183,7 +183,7 @@ def _attend(
     width = in_weight.shape[1] // num_heads
     qkv = F.linear(rows, in_weight, in_bias).view(-1, 3, num_heads, width)
     q, k, v = qkv.unbind(1)
-    biases = Biases(prior_weights, dropout=draw_dropout(weight_drops, q.device))
+    biases = Biases(prior_weights, dropout=draw_dropout(threshold, q.device))
     inputs = (
         q, k, v, offsets, offsets, *biases, relative_bias, causal, 0 if window is None else window,
         1 / math.sqrt(width), False,
@@ -265,7 +265,7 @@ class HistoryEncoderLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        drops_of(attention_dropout, "attention_dropout")
+        dropout_threshold(attention_dropout, "attention_dropout")
         check_number(dropout, "dropout")
         num_heads, embed_dim = check_heads(num_heads, embed_dim)
         if feedforward_dim is None:

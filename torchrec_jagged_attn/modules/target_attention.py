@@ -45,7 +45,7 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
 )
 from torchrec_jagged_attn.ops.attention.arguments import Biases
 from torchrec_jagged_attn.ops.attention.checks import check_score, check_width
-from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.flash_attention.api import flash_attention
 from torchrec_jagged_attn.ops.target_attention.api import target_attention
 from torchrec_jagged_attn.ops.target_attention.weights import attention_weights
@@ -188,7 +188,7 @@ class JaggedTargetAttention(nn.Module):
         self.value_projection = value_projection
         self.dropout = dropout
         # An integer: torch.compile makes a float symbolic when it changes, and compiles again.
-        self._dropout_threshold = drops_of(dropout, "dropout")
+        self._dropout_threshold = dropout_threshold(dropout, "dropout")
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

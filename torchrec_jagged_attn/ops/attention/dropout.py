@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def drops_of(p: float, name: str) -> int:
+def dropout_threshold(p: float, name: str) -> int:
     """Return the threshold of 32-bit draws for a dropout probability ``p`` in [0, 1).
 
     ``name`` is the argument that errors name.

@@ -22,7 +22,7 @@ from torchrec_jagged_attn.base.devices import implementation_of
 from torchrec_jagged_attn.base.layout import check_offsets_values
 from torchrec_jagged_attn.ops.attention.arguments import Biases
 from torchrec_jagged_attn.ops.attention.checks import check_biases, check_width, check_window
-from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.attention.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.flash_attention import cpu
 from torchrec_jagged_attn.ops.flash_attention.arguments import (
@@ -206,7 +206,7 @@ def jagged_flash_attention(
         )
     window = check_window(window, causal)
     check_bool(return_lse, "return_lse")
-    dropped_weights = draw_dropout(drops_of(dropout, "dropout"), q.device)
+    dropped_weights = draw_dropout(dropout_threshold(dropout, "dropout"), q.device)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else check_number(scale, "scale")
     arguments = (
         q, k, v, q_offsets, kv_offsets,

@@ -31,7 +31,7 @@ from torchrec_jagged_attn.ops.attention.checks import (
     check_score,
     check_width,
 )
-from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, drops_of
+from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.attention.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.flops import attention_flops, pairs_of
 from torchrec_jagged_attn.ops.registration import flatten, register_op
@@ -201,7 +201,7 @@ def jagged_target_attention(
     check_score(score, prior_weights)
     if per_sample:
         query = query.unsqueeze(1)
-    dropout_state = draw_dropout(drops_of(dropout, "dropout"), query.device)
+    dropout_state = draw_dropout(dropout_threshold(dropout, "dropout"), query.device)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
     out = call_target_attention(
         query, history, offsets, query_offsets, indices,
