@@ -1,5 +1,7 @@
 """Changes between the steps of a ``TrainPipelineCudaGraph``: layers, optimizers, settings."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -353,6 +355,19 @@ def test_detached_modules_communicate_in_the_group_of_the_model(device: torch.de
     pipeline.detach()
     assert num_uses(pipeline, group) > 0
     assert num_uses(pipeline, input_group) == 0
+
+
+def test_a_detached_pipeline_has_no_graph(device: torch.device):
+    """NCCL waits for graphs with its collectives when a process group is destroyed."""
+    pipeline = make_pipeline(device)
+    batches = map(make_batch, range(NUM_STEPS))
+    for _ in range(CHANGED):
+        pipeline.progress(batches)
+    captured_step = weakref.ref(pipeline._captured_step)
+    assert captured_step() is not None
+    pipeline.detach()
+    gc.collect()
+    assert captured_step() is None
 
 
 def test_outputs_are_copies(device: torch.device):

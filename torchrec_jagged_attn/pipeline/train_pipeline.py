@@ -176,7 +176,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
     def detach(self) -> nn.Module:
         model = super().detach()
         self._set_input_group(self._input_group, self._ranks.group)
-        self._captured_step = None
+        self._captured_step = self._backward_of_replay = None
         return model
 
     def _set_input_group(self, old: Any, new: Any) -> None:
