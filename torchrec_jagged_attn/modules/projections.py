@@ -174,9 +174,10 @@ def is_materialized(
     moved = history_dim + elements * embed_dim
     per_row = flops * history_dim * embed_dim + moved * flops_per_element
     absorbed = int(18 * flops_of_absorbed) * num_targets * num_heads * history_dim
-    if is_jagged and not is_scripting():
+    if is_scripting():
+        num_targets = max(num_targets, num_to_fill)
+    else:
         num_targets = torch.sym_max(num_targets, num_to_fill)
-        materialized = 18 * num_targets * embed_dim + num_samples * per_row
-        # An exported program that does not know the number of targets, as in serving, materializes.
-        return guard_or_true(absorbed > materialized)
-    return absorbed > 18 * max(num_targets, num_to_fill) * embed_dim + num_samples * per_row
+    is_cheaper = absorbed > 18 * num_targets * embed_dim + num_samples * per_row
+    # An exported program that does not know the number of targets, as in serving, materializes.
+    return is_cheaper if is_scripting() else guard_or_true(is_cheaper)

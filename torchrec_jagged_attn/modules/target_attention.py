@@ -20,7 +20,7 @@ from torchrec_jagged_attn.base.checks import (
 )
 from torchrec_jagged_attn.base.devices import supported_dtypes
 from torchrec_jagged_attn.base.layout import is_behind
-from torchrec_jagged_attn.codes.api import unpack_codes
+from torchrec_jagged_attn.codes.api import rows_of_codes
 from torchrec_jagged_attn.codes.checks import check_packed_values
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
@@ -314,11 +314,14 @@ class JaggedTargetAttention(nn.Module):
             >>> attention(torch.randn(2, 8), history, indices=torch.tensor([0, 2, 1, 0, 2])).shape
             torch.Size([2, 8])
         """
-        # Local variables, since attributes of modules are slow to read.
-        recency_bias, in_weight, out_proj = self.recency_bias, self.in_proj_weight, self.out_proj
-        position_bias = age_bias = None
-        if recency_bias is not None:
-            position_bias, age_bias = recency_bias.position_weight, recency_bias.age_weight
+        biases = self._biases(prior_weights, timestamps, request_time)
+        return _attend(
+            target, history, indices, self._weights(), biases, self.history_basis,
+            self.history_mean, self._options(),
+        )  # fmt: skip
+
+    def _weights(self) -> ProjectionWeights:
+        in_weight, out_proj = self.in_proj_weight, self.out_proj
         if in_weight is not None:
             input_weights = (in_weight, None, None)
         else:
@@ -326,12 +329,16 @@ class JaggedTargetAttention(nn.Module):
         out_weight = out_bias = None
         if out_proj is not None:
             out_weight, out_bias = out_proj.weight, out_proj.bias
-        weights = ProjectionWeights(*input_weights, self.in_proj_bias, out_weight, out_bias)
-        biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
-        return _attend(
-            target, history, indices, weights, biases, self.history_basis, self.history_mean,
-            self._options(),
-        )  # fmt: skip
+        return ProjectionWeights(*input_weights, self.in_proj_bias, out_weight, out_bias)
+
+    def _biases(
+        self, prior_weights: Tensor | None, timestamps: Tensor | None, request_time: Tensor | None
+    ) -> Biases:
+        recency_bias = self.recency_bias
+        position_bias = age_bias = None
+        if recency_bias is not None:
+            position_bias, age_bias = recency_bias.position_weight, recency_bias.age_weight
+        return Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
 
     def _options(self) -> Options:
         return Options(
@@ -391,40 +398,31 @@ class JaggedTargetAttention(nn.Module):
                 "HistoryEmbeddingCollectionSharder leaves on other ranks: give "
                 "DistributedModelParallel an EmbeddingCollectionSharder"
             )
-        position_bias = age_bias = b_q = None
-        if self.recency_bias is not None:
-            position_bias = self.recency_bias.position_weight
-            age_bias = self.recency_bias.age_weight
         rows, offsets = history.values(), history.offsets()
-        biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
+        biases = self._biases(prior_weights, timestamps, request_time)
         check_inputs(target, None, rows, offsets, None, biases, self._options())
         if prior_weights is not None:
             check_finite(prior_weights, "prior_weights", offsets=offsets)
-        if self.in_proj_weight is not None:
-            w_q, w_k, _ = self.in_proj_weight.chunk(3)
-        else:
-            w_q, w_k = self.q_proj_weight, self.k_proj_weight
+        projection_weights = self._weights()
         if self._num_levels:
             check_packed_values(
                 rows, "history.values()", self._num_codes, self._num_levels, offsets
             )
-            has_constant = self.score != "softmax"
-            w_k = _fold_decoder(w_k, self.history_basis, self.history_mean, has_constant)
-            rows = unpack_codes(rows, self._num_codes, self._num_levels)
-            rows = F.pad(rows.to(w_k.dtype), (0, 1), value=1.0)
+            projection_weights = _fold_decoder(
+                projection_weights, self.history_basis, self.history_mean, self.score
+            )
+            dtype = projection_weights.q_weight.dtype
+            rows = rows_of_codes(rows, self._num_codes + 1, self._num_levels, dtype)
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        if self.in_proj_bias is not None:
-            b_q = self.in_proj_bias[: self.embed_dim].to(dtype)
         with autocast_off(rows):
-            q = F.linear(target.to(dtype), w_q.to(dtype), b_q)
-            by_head = w_k.to(dtype).view(self.num_heads, self.head_dim, rows.shape[1])
-            q = q.unflatten(-1, by_head.shape[:2])
-            absorbed_query = torch.einsum("...he,hed->...hd", q, by_head)
-            if target.dim() == 2:
-                absorbed_query = absorbed_query.unsqueeze(1)
+            projections = split_projections(projection_weights, self.num_heads, dtype)
+            q = F.linear(target.to(dtype), projections.query, projections.query_bias)
+            absorbed_query = absorb_keys(q.flatten(0, -2), projections.key)
+            num_targets = 1 if target.dim() == 2 else target.shape[1]
             weights = attention_weights(
-                absorbed_query, rows.to(dtype), offsets, biases, self.head_dim**-0.5, self.score
-            ).to(rows.dtype)
+                absorbed_query.unflatten(0, (target.shape[0], num_targets)), rows.to(dtype),
+                offsets, biases, self.head_dim**-0.5, self.score,
+            ).to(rows.dtype)  # fmt: skip
         return JaggedTensor(
             weights.squeeze(1) if target.dim() == 2 else weights,
             lengths=history.lengths(),
@@ -466,9 +464,8 @@ def _attend(
     if not is_scripting() and not isinstance(history, JaggedTensor):
         raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
     rows, offsets = history.values(), history.offsets()
-    # torch.jit.script narrows variables from None, not fields.
-    q_weight, k_weight, v_weight, in_bias, out_weight, out_bias = weights
-    dtype = q_weight.dtype if out_weight is None else out_weight.dtype
+    out_weight = weights.out_weight
+    dtype = weights.q_weight.dtype if out_weight is None else out_weight.dtype
     num_levels = options.num_levels
     if not is_scripting():
         check_inputs(query, query_offsets, rows, offsets, indices, biases, options)
@@ -493,11 +490,7 @@ def _attend(
                 query, query_offsets, weights, biases, options, dtype
             )
     if num_levels > 0:
-        if k_weight is None or v_weight is None:
-            q_weight, k_weight, v_weight = q_weight.chunk(3)
-        k_weight = _fold_decoder(k_weight, basis, mean, options.score != "softmax")
-        v_weight = _fold_decoder(v_weight, basis, mean, True)
-        weights = ProjectionWeights(q_weight, k_weight, v_weight, in_bias, out_weight, out_bias)
+        weights = _fold_decoder(weights, basis, mean, options.score)
     biases = Biases(*biases[:5], draw_dropout(options.dropout_threshold, rows.device))
     args = query, query_offsets, rows, offsets, indices, weights, biases, options, dtype
     if not is_scripting():
@@ -598,14 +591,24 @@ def _gather_rows(rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _fold_decoder(
+    weights: ProjectionWeights, basis: Tensor | None, mean: Tensor | None, score: str
+) -> ProjectionWeights:
+    """Fold the decoder of packed codes into the projections of keys and values, ``[E, D]``. They
+    become ``[E, L + 1]``, applied to ``L`` codes and a constant 1.
+
+    Keys have no constant with a softmax, which cancels it: it would only cost precision.
+    """
+    q_weight, k_weight, v_weight, in_bias, out_weight, out_bias = weights
+    if k_weight is None or v_weight is None:
+        q_weight, k_weight, v_weight = q_weight.chunk(3)
+    k_weight = _fold_decoder_into(k_weight, basis, mean, score != "softmax")
+    v_weight = _fold_decoder_into(v_weight, basis, mean, True)
+    return ProjectionWeights(q_weight, k_weight, v_weight, in_bias, out_weight, out_bias)
+
+
+def _fold_decoder_into(
     weight: Tensor, basis: Tensor | None, mean: Tensor | None, has_constant: bool
 ) -> Tensor:
-    """Fold the decoder of packed codes into a projection: ``[E, D]`` → ``[E, L + 1]``, applied to
-    ``L`` codes and a constant 1.
-
-    ``has_constant`` is False for keys with a softmax: it cancels the constant, which would only
-    cost precision.
-    """
     if basis is None or mean is None:
         return F.pad(weight, (0, 1))
     constant = mean if has_constant else torch.zeros_like(mean)
