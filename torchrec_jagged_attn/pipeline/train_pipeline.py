@@ -354,14 +354,11 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._with_varying_ids = varying
         capacities = {name: math.ceil(HEADROOM * n) for name, n in counts.items()}
         captured, error = self._try_to_capture(step, capacities, self._choose_inside())
-        is_found = not isinstance(error, LearningRateError)
-        succeeded, is_found = self._ranks.start(error is None, is_found).wait()
-        if not is_found:
+        if not self._ranks.start(not isinstance(error, LearningRateError)).wait()[0]:
             logger.warning("lookups are outside the CUDA graph: %s", error or "see another rank")
             captured, error = self._try_to_capture(step, capacities, {})
-            (succeeded,) = self._ranks.start(error is None).wait()
-        if not succeeded or captured is None:
-            raise error or RuntimeError("the capture failed on another rank, see its error")
+        self._raise_on_all_ranks(error)
+        assert captured is not None
         self._captured_step, self._is_verified = captured, False
         self._captured_state = self._state_of_model()
         step.read_keys(self._fixed_keys, captured.read)
@@ -381,6 +378,10 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             check_model(self._model)
         except Exception as e:  # other ranks would wait for this one
             error = e
+        self._raise_on_all_ranks(error)
+
+    def _raise_on_all_ranks(self, error: Exception | None) -> None:
+        """Raise an error on all ranks if one has an ``error``."""
         if not self._ranks.start(error is None).wait()[0]:
             raise error or RuntimeError("the capture failed on another rank, see its error")
 
