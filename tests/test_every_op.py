@@ -91,8 +91,8 @@ def inputs_of(name, device, dtype=torch.float32):
         key: torch.randn([sizes.get(x, x) for x in shape], generator=generator).to(device, dtype)
         for key, shape in OPS[name].shapes.items()
     }
-    of_rows = (torch.tensor(x).cumsum(0) for x in ([0, *LENGTHS], [0, *OTHER_LENGTHS]))
-    offsets = {key: x.to(device) for key, x in zip(OPS[name].offsets, of_rows, strict=False)}
+    row_offsets = (torch.tensor(x).cumsum(0) for x in ([0, *LENGTHS], [0, *OTHER_LENGTHS]))
+    offsets = {key: x.to(device) for key, x in zip(OPS[name].offsets, row_offsets, strict=False)}
     return operands, {**offsets, **OPS[name].options}
 
 
@@ -127,13 +127,13 @@ def test_axes_in_any_order(name, dtype, device):
     expected = run(name, operands, others, grad_out)
     orders = [[*in_each_order(x)] for x in (*operands.values(), grad_out)]
     for i in range(max(map(len, orders))):
-        *ordered, grad = (of_one[(i + j) % len(of_one)] for j, of_one in enumerate(orders))
+        *ordered, grad = (copies[(i + j) % len(copies)] for j, copies in enumerate(orders))
         operands = dict(zip(operands, ordered, strict=True))
         assert_same(run(name, operands, others, grad), expected)
 
 
-def of_autocast(name, dtypes):
-    """What PyTorch's autocast makes of the operands of such an op, which have these dtypes."""
+def autocast_dtypes(name, dtypes):
+    """Return the dtypes to which PyTorch's autocast casts operands of such an op."""
     if "softmax" in name:
         return [torch.float32]
     if name in ("jagged_dense_add", "jagged_dense_mul"):
@@ -159,7 +159,7 @@ def test_autocast(name, dtypes, device):
             run(name, operands, others)
     with torch.autocast(device.type, torch.float16):
         out, *grads = run(name, operands, others)
-    cast_to = zip(keys, of_autocast(name, dtypes), strict=True)
+    cast_to = zip(keys, autocast_dtypes(name, dtypes), strict=True)
     cast = operands | {key: operands[key].to(dtype) for key, dtype in cast_to}
     expected, *expected_grads = run(name, cast, others)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
@@ -261,11 +261,11 @@ FLOPS = {
 def test_flops(name, device):
     operands, others = inputs_of(name, device)
     leaves = [x.requires_grad_() for x in operands.values()]
-    with FlopCounterMode(display=False) as of_forward:
+    with FlopCounterMode(display=False) as forward_counter:
         out = function_of(name)(**operands, **others)
-    with FlopCounterMode(display=False) as of_backward:
+    with FlopCounterMode(display=False) as backward_counter:
         torch.autograd.grad(out, leaves, torch.ones_like(out))
-    counted = of_forward.get_total_flops(), of_backward.get_total_flops()
+    counted = forward_counter.get_total_flops(), backward_counter.get_total_flops()
     assert counted == FLOPS.get(name, (0, 0))
 
 

@@ -32,13 +32,13 @@ def test_prints_versions_and_the_path_of_every_op(output):
     if interpreted:
         assert all(output[package] == ["not", "installed"] for package in TORCHREC)
     assert output["TRITON_INTERPRET"] == ["on" if interpreted else "off"]
-    of_package = [name for name in torchrec_jagged_attn.__all__ if name.startswith("jagged_")]
-    assert {*of_package} <= {*ops.__all__}
+    public_ops = [name for name in torchrec_jagged_attn.__all__ if name.startswith("jagged_")]
+    assert {*public_ops} <= {*ops.__all__}
     for op in (name for name in ops.__all__ if name.islower()):
         device, path, *why = output[op]
         assert device == "cpu"
-        here = "c++" if op.endswith("_attention") else "reference"
-        assert path == ("triton-interpreter" if interpreted else here)
+        compiled = "c++" if op.endswith("_attention") else "reference"
+        assert path == ("triton-interpreter" if interpreted else compiled)
         assert why
 
 
@@ -143,7 +143,7 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
     assert paths.pop("jagged_softmax") == ["short", "multi_pass"]
     assert paths.pop("jagged2_softmax") == ["single_tile", "multi_pass"]
     assert paths.pop("jagged_target_attention") == [*expected, "general"]
-    assert all(of_op == ["triton"] for of_op in paths.values())
+    assert all(names == ["triton"] for names in paths.values())
 
 
 @pytest.mark.reference

@@ -169,7 +169,7 @@ def pipelined(
     """The shapes that this rank puts out in a training pipeline."""
     model = sharded(device, Loss(make_collection(**OPTIONS["requests"])), way)
     pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), device)
-    batches = iter([make_batch(of_ranks[dist.get_rank()]) for of_ranks in sizes])
+    batches = iter([make_batch(per_rank[dist.get_rank()]) for per_rank in sizes])
     shapes = [tuple(pipeline.progress(batches).shape) for _ in sizes]
     assert len(pipeline._pipelined_modules) == 2
     return shapes

@@ -229,7 +229,7 @@ def weights_with_dropout(device: torch.device) -> dict[str, dict[str, Tensor]]:
     return results
 
 
-def of_all_ranks(ranks: OnRanks, name: str) -> dict[str, Tensor]:
+def gather_weights(ranks: OnRanks, name: str) -> dict[str, Tensor]:
     """Weights ``[samples, rows, H, T]`` by run, put together from the rows of all ranks."""
     weights = {}
     num_samples = 3 * len(ranks)
@@ -249,7 +249,7 @@ def assert_share(is_dropped: Tensor, p: float) -> None:
 
 
 def test_seeds_decide_what_is_dropped(ranks: OnRanks):
-    weights, kept = of_all_ranks(ranks, "weights"), of_all_ranks(ranks, "none")["first"]
+    weights, kept = gather_weights(ranks, "weights"), gather_weights(ranks, "none")["first"]
     assert torch.equal(weights["first"], weights["again"])
     assert torch.equal(weights["eval"], kept)
     dropped, others = weights["first"] == 0, weights["other seed"] == 0
@@ -258,7 +258,7 @@ def test_seeds_decide_what_is_dropped(ranks: OnRanks):
 
 def test_dropped_weights(ranks: OnRanks):
     """Independently for each sample, head and target; the others are divided by 0.6."""
-    weights, kept = (of_all_ranks(ranks, name)["first"] for name in ("weights", "none"))
+    weights, kept = (gather_weights(ranks, name)["first"] for name in ("weights", "none"))
     dropped = weights == 0
     assert_share(dropped, 0.4)
     for a, b in itertools.combinations(dropped.transpose(1, 3).flatten(0, 2), 2):
