@@ -123,8 +123,7 @@ A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
         (0, 0, []),
         (A10, 0, ["one_warp"]),
         (A100, 0, ["one_warp"]),
-        (H100, 0, ["one_warp", "few_warps"]),
-        (H100, 132, ["one_warp", "warpgroup", "few_warps"]),
+        (H100, 132, ["one_warp", "warpgroup"]),
     ],
 )
 def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):

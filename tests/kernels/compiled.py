@@ -44,7 +44,7 @@ from torchrec_jagged_attn.ops.target_attention.arguments import TargetArguments
 from torchrec_jagged_attn.semantic_ids import PackedCodes
 
 SHARED_MEMORY = {80: 166_912, 90: 232_448}  # most bytes of a program on A100 and H100
-NEED_AN_H100 = ("few_warps", "hopper", "warpgroup")  # prefixes of names of modules
+NEED_AN_H100 = ("hopper", "warpgroup")  # prefixes of names of modules
 
 LENGTHS = torch.tensor([100, 0, 3, 700])
 OFFSETS = torch.tensor([0, 100, 100, 103, 803])
@@ -230,17 +230,12 @@ CASES = {
         (80, 90), "general", lambda: target(2, BF16, 32, jagged=True, dropout=0.5)
     ),
     "one warp, dropout": Case((80, 90), "one_warp", lambda: target(1, BF16, dropout=0.5)),
-    "few warps, dropout": Case((90,), "few_warps", lambda: target(6, FP32, 32, dropout=0.5)),
     "warpgroup, dropout": Case((90,), "warpgroup", lambda: target(8, BF16, dropout=0.5)),
     "one warp, SiLU": Case((90,), "one_warp", lambda: target(1, BF16, score="silu")),
     "warpgroup, SiLU": Case((90,), "warpgroup", lambda: target(8, BF16, score="silu")),
-    "few warps, SiLU": Case((90,), "few_warps", lambda: target(6, FP32, 32, score="silu")),
     "general target, SiLU": Case((80,), "general", lambda: target(2, BF16, 20, score="silu")),
     "rows by index, one warp": Case(
         (80, 90), "one_warp", lambda: target(1, BF16, 128, index_dtype=torch.int64)
-    ),
-    "rows by index, few warps, biased": Case(
-        (90,), "target", lambda: target(6, FP32, 32, biased=True, index_dtype=torch.int32)
     ),
     "rows by index, general, biased, dropout": Case(
         (80, 90),
@@ -252,7 +247,6 @@ CASES = {
     ),
     "one warp, log-sum-exps": Case((80, 90), "target", lambda: target_with_lse(1, FP32)),
     "warpgroup, log-sum-exps": Case((90,), "target", lambda: target_with_lse(8, BF16)),
-    "few warps, log-sum-exps": Case((90,), "target", lambda: target_with_lse(6, FP32, 32)),
     "general target, log-sum-exps": Case(
         (80, 90), "target", lambda: target_with_lse(2, FP32, 20, jagged=True)
     ),
@@ -261,10 +255,6 @@ CASES = {
     "codes, general, fp32": Case(
         (80, 90), "general", lambda: codes(FP32, 129, biased=True, num_targets=3)
     ),
-    "codes, few warps, biased": Case(
-        (90,), "few_warps", lambda: codes(BF16, biased=True, num_targets=5)
-    ),
-    "codes, few warps, fp32": Case((90,), "few_warps", lambda: codes(FP32, 128, num_targets=8)),
     "codes, wide": Case((90,), "target", lambda: codes(BF16, 250, num_levels=15)),
     "codes, general, wide, dropout": Case(
         (90,), "general", lambda: codes(BF16, 151, num_levels=15, num_targets=5, dropout=0.5)

@@ -66,8 +66,8 @@ def test_8_targets_of_4_heads_in_bf16_on_an_h100(backward, gpu):
         ("T4", ["general"]),
         ("A10", ["one_warp", "general"]),
         ("A100", ["one_warp", "general"]),
-        ("B200", ["one_warp", "few_warps", "general"]),
-        ("H100", ["one_warp", "warpgroup", "few_warps", "general"]),
+        ("B200", ["one_warp", "general"]),
+        ("H100", ["one_warp", "warpgroup", "general"]),
     ],
     indirect=["gpu"],
 )
@@ -92,7 +92,6 @@ def test_variants_of_a_gpu(gpu, expected):
         ({"bias": True}, "one_warp", "one_warp"),
         ({"dropout": True}, "one_warp", "one_warp"),
         (WARPGROUP | {"dropout": True}, "warpgroup", "warpgroup"),
-        (WARPGROUP | FP32 | {"dropout": True}, "few_warps", "few_warps"),
         ({"bias": True, "num_targets": 2}, "general", "general"),
         ({"bias": True, "prior": True, "num_targets": 2}, "one_warp", "one_warp"),
         ({"num_positions": 128, "num_ages": 128}, "one_warp", "one_warp"),
@@ -101,22 +100,17 @@ def test_variants_of_a_gpu(gpu, expected):
         ({"num_targets": 16}, "warpgroup", "warpgroup"),
         ({"num_targets": 17}, "general", "general"),
         (WARPGROUP | {"width": 136, "history_stride": 136}, "general", "general"),
-        (WARPGROUP | FP32, "few_warps", "few_warps"),
-        ({"num_targets": 9} | FP32, "general", "general"),
-        (WARPGROUP | {"history_stride": 32}, "few_warps", "general"),
-        (WARPGROUP | {"tma_compatible": False}, "few_warps", "general"),
-        (WARPGROUP | {"tma_compatible": False, "num_ages": 1}, "few_warps", "few_warps"),
+        (WARPGROUP | FP32, "general", "general"),
+        (WARPGROUP | {"history_stride": 32}, "general", "general"),
+        (WARPGROUP | {"tma_compatible": False}, "general", "general"),
         (WARPGROUP | {"num_positions": 64, "num_ages": 64}, "warpgroup", "warpgroup"),
-        (WARPGROUP | {"num_positions": 65}, "warpgroup", "few_warps"),
+        (WARPGROUP | {"num_positions": 65}, "warpgroup", "general"),
         ({"has_indices": True}, "one_warp", "one_warp"),
-        (WARPGROUP | {"has_indices": True}, "few_warps", "general"),
-        (WARPGROUP | FP32 | {"has_indices": True}, "few_warps", "few_warps"),
+        (WARPGROUP | {"has_indices": True}, "general", "general"),
         (WARPGROUP | {"bias": True, "prior": True}, "warpgroup", "warpgroup"),
         (CODES, "one_warp", "one_warp"),
-        (CODES | WARPGROUP, "few_warps", "few_warps"),
-        (CODES | WARPGROUP | FP32 | {"num_ages": 1}, "few_warps", "general"),
+        (CODES | WARPGROUP, "general", "general"),
         ({"num_heads": 16, "bias": True}, "warpgroup", "general"),
-        ({"num_heads": 16, "bias": True, "num_ages": 1}, "warpgroup", "few_warps"),
     ],
     ids=str,
 )
@@ -125,17 +119,9 @@ def test_rules_on_an_h100(changes, forward, backward, gpu):
     assert variant_of(**changes, backward=True) == backward
 
 
-@pytest.mark.parametrize("gpu", ["B200"], indirect=True)
-@pytest.mark.parametrize(("ages", "backward"), [(0, "general"), (30, "few_warps")])
-def test_few_warps_where_there_is_no_hopper(ages, backward, gpu):
-    assert variant_of(num_targets=8, num_ages=ages) == "few_warps"
-    assert variant_of(num_targets=8, num_ages=ages, backward=True) == backward
-
-
 def test_a_plan_says_why(gpu):
     refused = dict(Plan(PLAIN._replace(num_targets=100)).choice.refused)
     assert refused == {
         "one_warp": "up to 8 query rows (targets × heads) a sample",
         "warpgroup": "9 to 64 query rows (targets × heads) a sample",
-        "few_warps": "9 to 64 query rows (targets × heads) a sample",
     }

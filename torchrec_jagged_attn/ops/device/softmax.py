@@ -58,8 +58,8 @@ def softmax_weights(products, factor, bias, visible, maximum, inverse):
 
 
 @triton.jit
-def score_gradients(p, dp, delta, grad_lse, alone, AXIS: tl.constexpr):
-    """Return the gradients of the scores of a softmax over ``AXIS``.
+def score_gradients(p, dp, delta, grad_lse, alone):
+    """Return the gradients of the scores of a softmax over axis 0.
 
     ``p`` are the weights, and ``dp`` the gradients of the weights. ``delta`` is the mean of ``dp``
     under ``p``, minus ``grad_lse``, the gradient of the log-sum-exp, if given. ``alone`` is true
@@ -68,8 +68,8 @@ def score_gradients(p, dp, delta, grad_lse, alone, AXIS: tl.constexpr):
     """
     single_grad = 0.0
     if grad_lse is not None:
-        single_grad = p * tl.expand_dims(grad_lse, AXIS)
-    return tl.where(alone, single_grad, p * (dp - tl.expand_dims(delta, AXIS)))
+        single_grad = p * grad_lse[None, :]
+    return tl.where(alone, single_grad, p * (dp - delta[None, :]))
 
 
 @triton.jit

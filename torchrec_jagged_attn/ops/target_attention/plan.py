@@ -4,8 +4,6 @@ The variants, the fastest first, for R query rows (targets × heads) of a sample
 
     one_warp     a warp holds all query rows; R up to 8
     warpgroup    four warps share wgmma products, on Hopper; R of 9 to 64, half precision
-    few_warps    16 query rows per warp, on an H100 or later; R of 9 to 64, fp32 and other calls
-                 that warpgroup does not support
     general      Triton kernels for any call: any R, any width, jagged queries
 
 Plans do not depend on the number of samples and rows, and the chunks of a sample depend on its own
@@ -36,8 +34,6 @@ DENSE, SHARED, JAGGED = (
 ONE_WARP_ROWS = BLOCK_R.value
 MOST_BUCKETS = 256  # of both tables, which are in shared memory
 MOST_BUCKETS_OF_TABLE = BUCKETS.value  # in the backward of warpgroup: tables are in registers
-# Bytes of shared memory of a program of few_warps: available on H100, not on A100 (163 KiB).
-MIN_SHARED_MEMORY_FEW_WARPS = 200_001
 # In forward, there is room for so many partial results (one for each block of queries) per CHUNK
 # rows. They take up to one byte per element of the history.
 MAX_PARTIALS_PER_CHUNK = 4
@@ -111,13 +107,6 @@ _GLUON = (
         f"bias tables of up to {MOST_BUCKETS} buckets together", lambda x: x.buckets <= MOST_BUCKETS
     ),
 )
-_MANY_QUERY_ROWS = (
-    Condition(
-        f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
-        lambda x: ONE_WARP_ROWS < x.query_rows <= 64,
-    ),
-    Condition("width up to 128", lambda x: x.width <= 128),
-)
 VARIANTS = (
     KernelVariant(
         "one_warp",
@@ -135,7 +124,11 @@ VARIANTS = (
     KernelVariant(
         "warpgroup",
         (
-            *_MANY_QUERY_ROWS,
+            Condition(
+                f"{ONE_WARP_ROWS + 1} to 64 query rows (targets × heads) a sample",
+                lambda x: ONE_WARP_ROWS < x.query_rows <= 64,
+            ),
+            Condition("width up to 128", lambda x: x.width <= 128),
             Condition("half precision", lambda x: x.half),
             *_GLUON,
             Condition("no packed codes", lambda x: not x.has_codes),
@@ -154,24 +147,6 @@ VARIANTS = (
         ),
         runs_on=lambda device: devices.hopper_multiprocessors(device) > 0,
         device="a Hopper GPU",
-    ),
-    KernelVariant(
-        "few_warps",
-        (
-            *_MANY_QUERY_ROWS,
-            Condition("in fp32 up to 32 query rows", lambda x: x.half or x.query_rows <= 32),
-            *_GLUON,
-            Condition(
-                "no bias tables in fp32 backward over codes: general's gradients are more exact",
-                lambda x: not (x.backward and x.has_codes) or x.half or x.buckets == 0,
-            ),
-            Condition(
-                "bias tables or codes in half-precision backward: without, general is faster",
-                lambda x: not (x.backward and x.half) or x.buckets > 0 or x.has_codes,
-            ),
-        ),
-        runs_on=lambda device: devices.gluon_shared_memory(device) >= MIN_SHARED_MEMORY_FEW_WARPS,
-        device="an H100 or later: 196 KiB of shared memory",
     ),
     KernelVariant("general"),
 )
@@ -215,7 +190,7 @@ class Plan:
         self.partial_rows = self.block_r if jagged else min(x.query_rows, self.block_r)
         # A single pass computes delta from outputs. In the Triton kernels that is less exact than
         # fp32.
-        single_pass = x.half or self.variant in ("one_warp", "few_warps")
+        single_pass = x.half or self.variant == "one_warp"
         self.one_block = single_pass and (jagged or x.query_rows <= self.block_r)
         self.several_blocks = jagged or not self.one_block
 
@@ -257,7 +232,7 @@ class Plan:
                 "PRECISION": _precision_of_general(x),
                 "ROWS_PER_PARTIAL": self.rows_per_partial,
             }
-        elif self.variant != "warpgroup":
+        elif self.variant == "one_warp":
             arguments["STRIDE"] = x.history_stride
         if self.variant == "general" and x.backward:
             one_target = x.num_targets == 1 and x.query_rows <= self.block_r
@@ -270,8 +245,6 @@ class Plan:
             }
         if self.has_schedule:
             arguments |= overlap_options(self.overlap)
-        elif self.variant == "few_warps":
-            arguments["OVERLAP"] = self.overlap
         return _arguments(**_inputs(x), **self.tiles, **arguments)
 
 
@@ -357,17 +330,6 @@ def tiles_of(variant: str, x: Call) -> dict[str, int]:
             "NUM_STAGES": 2,
             "num_warps": 4,
             "maxnreg": registers,
-        }
-    if variant == "few_warps":
-        block_r = padded_width(x.query_rows)
-        block_n = 64 if x.half else 32 if x.has_codes else 16
-        return {
-            "BLOCK_R": block_r,
-            "BLOCK_N": max(32, block_r) if x.backward else block_n,
-            "BLOCK_D": width,
-            "CHUNK": 512 if x.half else 256,
-            "NUM_STAGES": 3 if not x.has_codes and (x.half or not x.backward) else 2,
-            "num_warps": block_r // 16,
         }
     block_r = min(padded_width(x.query_rows), 64, 32768 // x.row_bytes)
     exact = x.precision in ("ieee", "bf16x6")  # operands are in registers

@@ -5,8 +5,8 @@ order), N history rows of width D and e bytes an element:
 
     forward    reads x once per block of query rows: N·D·e bytes, 4·N·R·D FLOPs
     backward   reads x and writes dx once: 2·N·D·e bytes, 10·N·R·D FLOPs, if a sample has one
-               block of query rows, and in half precision or with the kernels of
-               ``warp_common.py``. Else it reads x once more per block: 14·N·R·D FLOPs
+               block of query rows, and in half precision or in ``one_warp``. Else it reads x once
+               more per block: 14·N·R·D FLOPs
 
 With gather indices, x is read in place, and dx is written for rows whose index occurs once. The
 others are left to ``row_gradients.py``.
@@ -40,8 +40,6 @@ from torchrec_jagged_attn.ops.target_attention.arguments import (
     new_outputs,
 )
 from torchrec_jagged_attn.ops.target_attention.kernels import (
-    few_warps_backward,
-    few_warps_forward,
     general_backward,
     general_combine,
     general_forward,
@@ -90,8 +88,6 @@ _combine_rows = Launcher(row_gradients.combine_rows_kernel)
 _split_schedule = Launcher(schedule.split_schedule_kernel)
 _one_warp_forward = Launcher(one_warp_forward.forward_kernel)
 _one_warp_backward = Launcher(one_warp_backward.backward_kernel)
-_few_warps_forward = Launcher(few_warps_forward.forward_kernel)
-_few_warps_backward = Launcher(few_warps_backward.backward_kernel)
 _warpgroup_forward = Launcher(warpgroup_forward.forward_kernel)
 _warpgroup_backward = Launcher(warpgroup_backward.backward_kernel)
 
@@ -131,8 +127,6 @@ def forward(args: TargetArguments) -> TargetOutputs:
         _warpgroup_forward(grid, (query, *records, descriptor, *sizes, args.scale), plan.kernel)
     elif plan.variant == "one_warp":
         _one_warp_forward(grid, (*taken, *sizes, args.scale), plan.kernel)
-    elif plan.variant == "few_warps":
-        _few_warps_forward(grid, (*taken, *sizes, args.scale), plan.kernel)
     else:
         grid = (num_partials + launch.num_blocks,)
         _forward(grid, (*taken, *sizes, plan.call.history_stride, args.scale), plan.kernel)
@@ -180,9 +174,9 @@ def backward(
         grad_bias = bias.new_empty(*bias.shape, dtype=dtype)
     grad_tables = None
     if call.buckets:
-        writes_whole_tables = plan.variant in ("one_warp", "few_warps")
+        writes_whole_tables = plan.variant == "one_warp"
         fill = outputs.stats.new_empty if writes_whole_tables else outputs.stats.new_zeros
-        targets = call.num_targets if plan.variant == "one_warp" else 1
+        targets = call.num_targets if writes_whole_tables else 1
         grad_tables = fill(num_programs, call.buckets, targets, call.num_heads)
     grad_out = grad_out.contiguous()
     grad_lse = _contiguous(grad_lse)
@@ -242,9 +236,7 @@ def _launch_backward(
         return
     general_args = (*taken, call.history_stride, scale)
     has_queries = outputs.out.numel() > 0
-    if plan.variant == "few_warps":
-        _few_warps_backward(grid, (*taken, scale), plan.kernel)
-    elif plan.one_block:
+    if plan.one_block:
         _grad_history(grid, general_args, plan.kernel | {"ONE_BLOCK": True})
     if plan.several_blocks and has_queries:
         _grad_query((num_partials + launch.num_blocks,), general_args, plan.kernel)
@@ -413,8 +405,6 @@ def _order_of_programs(launch: _Launch) -> tuple[int, int]:
         "warpgroup": warpgroup_common.PROGRAMS.value,
         "general": 0,
     }
-    if launch.plan.variant not in first:  # few_warps distributes partial results among samples
-        return 0, 0
     return min(launch.num_samples, first[launch.plan.variant]), launch.num_partials
 
 

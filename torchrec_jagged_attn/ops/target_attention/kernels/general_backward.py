@@ -86,7 +86,7 @@ def _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scal
     dp = drop_weights(dp, dropout, draws, numbers)
     if C.SCORE == "softmax":
         p = softmax_weights(dots, scale, bias, visible, queries.maximum, queries.inverse)
-        ds = score_gradients(p, dp, queries.delta, grad_lse, alone, AXIS=0)
+        ds = score_gradients(p, dp, queries.delta, grad_lse, alone)
         return drop_weights(p, dropout, draws, numbers), ds
     p, slope = weights_and_slopes(dots * scale + bias, C.SCORE, x.dtype == tl.float32)
     p = drop_weights(tl.where(visible, p, 0.0), dropout, draws, numbers)

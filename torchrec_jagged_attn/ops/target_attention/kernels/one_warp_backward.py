@@ -349,7 +349,7 @@ def backward_kernel(
             dots, dp = _multiply_rows(tile, q, grad_out, stacked_queries, C)
             n = start + index
             p, kept, ds, buckets = weights_and_gradients(
-                dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C, ROWS=0
+                dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C
             )
             if grads.history is not None:
                 row_operands = (
@@ -365,7 +365,7 @@ def backward_kernel(
                 if grads.targets is None or gl.max(targets, 0) >= 0:
                     _differentiate_rows(grads, row_operands, C)
             accs = _add_to_queries(accs, tile, ds, dtype, C)
-            store_grad_of_bias(grads, ds, chunk.first, n, r, end, C, ROWS=0)
+            store_grad_of_bias(grads, ds, chunk.first, n, r, end, C)
             if C.P + C.A > 0:
                 _add_to_tables(table, weights, buckets, ds, p, end - start, C)
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)

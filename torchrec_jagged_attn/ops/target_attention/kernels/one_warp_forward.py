@@ -109,7 +109,7 @@ def forward_kernel(
             n = start + index
             visible = (n < end)[:, None]
             buckets = row_buckets(n, biases, chunk, C)
-            bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS=0)
+            bias = load_bias(biases, buckets, n, r, chunk, count, C)
             scores = gl.where(visible, dots * scale + bias, -float("inf"))
             if C.SCORE == "softmax":
                 new_maximum = gl.maximum(maximum, gl.max(scores, 0))

@@ -1,14 +1,10 @@
-"""Helpers of the Gluon kernels ``one_warp`` and ``few_warps``.
+"""Helpers of the Gluon kernels ``one_warp``, some of which ``warpgroup`` uses, too.
 
-These support up to 64 query rows per sample, and history rows at multiples of 16 bytes or packed
-codes. Tiles of rows are copied to shared memory asynchronously, a few stages ahead. Packed codes
-are loaded ahead and unpacked to a tile. Products are ``mma`` (``m16n8``) of single warps, so that
-warps rarely synchronize:
-
-    up to 8 query rows     history rows on the M side, query rows on the N side, in one warp
-    up to 64               16 query rows per warp on the M side, history rows on the N side
-
-Triton supports neither such a narrow N side nor products along both sides of a tile without a copy.
+``one_warp`` supports up to 8 query rows per sample, and history rows at multiples of 16 bytes or
+packed codes. Tiles of rows are copied to shared memory asynchronously, a few stages ahead. Packed
+codes are loaded ahead and unpacked to a tile. Products are ``mma`` (``m16n8``) of one warp, with
+history rows on the M side and query rows on the N side. Triton supports neither such a narrow N
+side nor products along both sides of a tile without a copy.
 
 fp32 is multiplied as a sum of bf16 COMPONENTS: three are exact, two keep 16 bits of the mantissa.
 """
@@ -47,13 +43,6 @@ drop_weights = gluon.jit(triton_dropout.drop_weights.fn)
 score_gradients = gluon.jit(triton_softmax.score_gradients.fn)
 weights_and_slopes = gluon.jit(triton_weights_and_slopes.fn)
 rows_of_chunk = gluon.jit(schedule.rows_of_chunk.fn)
-
-
-@gluon.constexpr_function
-def probe_layout(warps):
-    """32 elements, one per lane, the same in all warps."""
-    lanes = [[1], [2], [4], [8], [16]]
-    return gl.DistributedLinearLayout([], lanes, [[0]] * (warps.bit_length() - 1), [], [32])
 
 
 @gluon.constexpr_function
@@ -252,41 +241,6 @@ def program_of_sample(sample, num_samples, num_partials):
 
 
 @gluon.jit
-def find_chunk(samples, num_samples, num_partials, C: gl.constexpr):
-    """The :class:`Chunk` of this program, with chunks as in ``schedule.find_work`` with one block.
-
-    Every ``period``-th program computes a later chunk of a sample, the others first chunks. So the
-    programs of later chunks, most of them idle, are evenly distributed.
-    """
-    program = gl.program_id(0)
-    period = gl.num_programs(0) // gl.maximum(num_partials, 1)
-    partial = program // period
-    later = (program == partial * period) & (partial < num_partials)
-    sample = program - gl.minimum(partial + 1, num_partials)
-    if later:
-        lanes = gl.arange(0, 32, probe_layout(gl.num_warps()))
-        sample = program * 0
-        high = num_samples
-        while sample + 1 < high:
-            step = gl.cdiv(high - sample, 32)
-            at = sample + step * lanes
-            offset = gl.load(samples.offsets + at, mask=at < high, other=0)
-            begun = (at < high) & (offset // C.CHUNK <= partial)
-            sample += step * (gl.sum(begun.to(gl.int32), 0) - 1)
-            high = gl.minimum(high, sample + step)
-    first = gl.load(samples.offsets + sample).to(gl.int64)
-    length = (gl.load(samples.offsets + sample + 1).to(gl.int64) - first).to(gl.int32)
-    chunks = gl.maximum(length // C.CHUNK, 1)
-    first_partial = (first // C.CHUNK).to(gl.int32)
-    chunk = gl.where(later, partial - first_partial, 0)
-    busy = (chunk < chunks) & ((chunk > 0) | (not later))
-    rows = rows_of_chunk(length, chunks)
-    end = gl.minimum((chunk + 1) * rows, length)
-    partial = gl.where(chunks > 1, first_partial + chunk, -1)
-    return Chunk(busy, sample, first, length, chunk * rows, end, partial, first_partial, chunks)
-
-
-@gluon.jit
 def load_columns(ptr, first, count, C: gl.constexpr):
     """Rows ``first`` to ``first + count``, transposed, ``[BLOCK_D, 8]``: a right operand."""
     d = gl.arange(0, C.BLOCK_D, gl.SliceLayout(1, RIGHT))
@@ -429,20 +383,17 @@ def row_buckets(n, biases, chunk, C: gl.constexpr):
 
 
 @gluon.jit
-def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.constexpr):
-    """The sum of all ``biases`` of the rows ``n`` of a chunk, with ``buckets`` of
-    :func:`row_buckets`, for the query rows ``r``.
+def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr):
+    """``[rows, queries]``: the sum of all ``biases`` of the rows ``n`` of a chunk, with ``buckets``
+    of :func:`row_buckets`, for the query rows ``r``.
 
-    Rows are along the axis ROWS, query rows along the other. PRIOR weights add their logarithm for
-    all heads, ``-inf`` if they are zero or negative. Query rows from ``count`` on have a bias of
-    zero.
+    PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative. Query
+    rows from ``count`` on have a bias of zero.
     """
     first = chunk.first
-    visible = gl.expand_dims(n < chunk.end, 1 - ROWS)
-    position_buckets = gl.expand_dims(buckets[0], 1 - ROWS)
-    age_buckets = gl.expand_dims(buckets[1], 1 - ROWS)
-    n = gl.expand_dims(n, 1 - ROWS)
-    r = gl.expand_dims(r, ROWS)
+    visible = (n < chunk.end)[:, None]
+    n = n[:, None]
+    r = r[None, :]
     head = r % C.H
     mask = visible & (r < count)
     bias = 0.0
@@ -454,37 +405,34 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr, ROWS: gl.con
         ptrs = biases.bias + first * C.H + (n * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     if C.P > 0:
-        ptrs = biases.position_bias + (position_buckets * C.H + head)
+        ptrs = biases.position_bias + (buckets[0][:, None] * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     if C.A > 0:
-        ptrs = biases.age_bias + (age_buckets * C.H + head)
+        ptrs = biases.age_bias + (buckets[1][:, None] * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     return bias
 
 
 @gluon.jit
 def weights_and_gradients(
-    dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C: gl.constexpr,
-    ROWS: gl.constexpr,
+    dots, dp, stats, draws, alone, biases, chunk, n, r, count, scale, C: gl.constexpr
 ):  # fmt: skip
     """``(p, kept, ds, buckets)`` of the rows ``n`` of a chunk, for the query rows ``r``: weights,
     weights after dropout, gradients of scores, and :func:`row_buckets`.
 
     ``dots`` and ``dp`` are products with queries and with gradients of outputs, ``stats`` are
-    ``warp_combine.QueryStats``, and ``draws`` broadcast. Axes are as in :func:`load_bias`.
+    ``warp_combine.QueryStats``, and ``draws`` broadcast.
     """
-    visible = gl.expand_dims(n < chunk.end, 1 - ROWS)
+    visible = (n < chunk.end)[:, None]
     buckets = row_buckets(n, biases, chunk, C)
-    bias = load_bias(biases, buckets, n, r, chunk, count, C, ROWS)
-    numbers = load_row_numbers(biases, chunk.first + n, n < chunk.end)
-    numbers = gl.expand_dims(numbers, 1 - ROWS)
+    bias = load_bias(biases, buckets, n, r, chunk, count, C)
+    numbers = load_row_numbers(biases, chunk.first + n, n < chunk.end)[:, None]
     dp = drop_weights(dp, biases.dropout, draws, numbers)
     scores = dots * scale + bias
     if C.SCORE == "softmax":
-        p = exp(scores - gl.expand_dims(stats.maximum, ROWS), C.COMPONENTS)
-        p = p * gl.expand_dims(stats.inverse, ROWS)
+        p = exp(scores - stats.maximum[None, :], C.COMPONENTS) * stats.inverse[None, :]
         p = gl.where(visible, p, 0.0)  # rounded as forward
-        ds = score_gradients(p, dp, stats.delta, stats.grad_lse, alone, AXIS=ROWS)
+        ds = score_gradients(p, dp, stats.delta, stats.grad_lse, alone)
     else:
         p, slope = weights_and_slopes(scores, C.SCORE, C.COMPONENTS > 1)
         p = gl.where(visible, p, 0.0)
@@ -533,21 +481,15 @@ def store_grad_of_history(
 
 
 @gluon.jit
-def store_grad_of_bias(grads, ds, first, n, r, end, C: gl.constexpr, ROWS: gl.constexpr):
+def store_grad_of_bias(grads, ds, first, n, r, end, C: gl.constexpr):
     """Store gradients of the bias of the rows ``n``, up to ``end``, of the sample that begins at
-    row ``first``.
-
-    Rows are along the axis ROWS, query rows ``r`` along the other, over which gradients of prior
-    weights are summed.
+    row ``first``: ``ds``, or for prior weights its sums over the query rows ``r``.
     """
     if (grads.bias is not None) and C.PRIOR:
-        gl.store(grads.bias + first + n, gl.sum(ds, 1 - ROWS), mask=n < end)
+        gl.store(grads.bias + first + n, gl.sum(ds, 1), mask=n < end)
     elif grads.bias is not None:
-        ptrs = grads.bias + first * C.H
-        mask = gl.expand_dims(n < end, 1 - ROWS) & gl.expand_dims(r < C.H, ROWS)
-        gl.store(
-            ptrs + (gl.expand_dims(n * C.H, 1 - ROWS) + gl.expand_dims(r, ROWS)), ds, mask=mask
-        )
+        ptrs = grads.bias + first * C.H + (n[:, None] * C.H + r[None, :])
+        gl.store(ptrs, ds, mask=(n < end)[:, None] & (r < C.H)[None, :])
 
 
 @gluon.jit

@@ -180,7 +180,7 @@ def backward_kernel(
             dp = drop_weights(dp, biases.dropout, draws, numbers)
             if C.SCORE == "softmax":
                 p = gl.where(visible, gl.exp2(scores - shift), 0.0)
-                ds = score_gradients(p, dp, delta, grad_lse, alone, AXIS=0)
+                ds = score_gradients(p, dp, delta, grad_lse, alone)
             else:
                 p, slope = weights_and_slopes(scores * LN2, C.SCORE, False)
                 p = gl.where(visible, p, 0.0)

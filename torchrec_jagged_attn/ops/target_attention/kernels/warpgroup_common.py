@@ -135,7 +135,7 @@ def add_biases(scores, biases, start, chunk, count, C: gl.constexpr):
         layout: gl.constexpr = gl.SliceLayout(1, by_period.type.layout)
         n = start + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
         r = gl.arange(0, PERIOD, gl.SliceLayout(0, layout))
-        bias = load_bias(biases, row_buckets(n, biases, chunk, C), n, r, chunk, count, C, ROWS=0)
+        bias = load_bias(biases, row_buckets(n, biases, chunk, C), n, r, chunk, count, C)
         by_period += gl.expand_dims(bias * LOG2E, 1)
         scores = gl.convert_layout(
             gl.reshape(by_period, [C.BLOCK_N, C.BLOCK_R]), scores.type.layout
