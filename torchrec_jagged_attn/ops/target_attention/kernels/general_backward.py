@@ -23,7 +23,6 @@ import triton.language as tl
 from torchrec_jagged_attn.ops.device.biases import (
     add_heads,
     add_to_table,
-    load_bias,
     load_row_numbers,
     row_buckets,
 )
@@ -36,7 +35,10 @@ from torchrec_jagged_attn.ops.device.softmax import (
     score_gradients,
     softmax_weights,
 )
-from torchrec_jagged_attn.ops.target_attention.kernels.history_rows import load_history
+from torchrec_jagged_attn.ops.target_attention.kernels.history_rows import (
+    load_history,
+    load_tile_bias,
+)
 from torchrec_jagged_attn.ops.target_attention.kernels.schedule import (
     JAGGED,
     SHARED,
@@ -180,7 +182,7 @@ def grad_query_kernel(
         n, visible, x = load_history(
             history_ptr, samples, start, work.end, d, history_stride, out.dtype, C
         )
-        bias = load_bias(biases, samples.offsets, work.sample, n, visible, r[None, :], count, C)
+        bias = load_tile_bias(biases, samples, work, start, n, visible, r, C)
         _, ds = _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scale, C)
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=C.PRECISION)
         if C.SCORE == "softmax":
@@ -262,7 +264,7 @@ def grad_history_kernel(
         grad_x = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
         heads = tl.zeros([C.BLOCK_N, C.BLOCK_H], tl.float32)
         if ONE_BLOCK:
-            bias = load_bias(biases, samples.offsets, work.sample, n, visible, r[None, :], count, C)
+            bias = load_tile_bias(biases, samples, work, start, n, visible, r, C)
             p, ds = _score_gradients(
                 queries, grad_lse, x, n, biases, bias, visible, alone, scale, C
             )
@@ -277,9 +279,7 @@ def grad_history_kernel(
                 grad_out = load_queries(grad_out_ptr, row, rows, count, d, C.D)
                 delta = tl.load(grads.delta + row + rows, mask=rows < count, other=0.0)
                 maximum, inverse = load_stats(outputs.stats, num_rows, row + rows, rows < count)
-                bias = load_bias(
-                    biases, samples.offsets, work.sample, n, visible, rows[None, :], count, C
-                )
+                bias = load_tile_bias(biases, samples, work, start, n, visible, rows, C)
                 draws = query_draws(biases.dropout, row + rows)
                 grad_lse = _load_grad_lse(outputs, row + rows, inverse)
                 queries = Queries(q, grad_out, delta, maximum, inverse, draws)

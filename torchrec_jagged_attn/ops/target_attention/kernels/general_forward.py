@@ -16,12 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchrec_jagged_attn.ops.device.biases import load_bias, load_row_numbers
+from torchrec_jagged_attn.ops.device.biases import load_row_numbers
 from torchrec_jagged_attn.ops.device.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.ops.device.matmul import product
 from torchrec_jagged_attn.ops.device.scores import weights_and_slopes
 from torchrec_jagged_attn.ops.device.softmax import online_softmax_update
-from torchrec_jagged_attn.ops.target_attention.kernels.history_rows import load_history
+from torchrec_jagged_attn.ops.target_attention.kernels.history_rows import (
+    load_history,
+    load_tile_bias,
+)
 from torchrec_jagged_attn.ops.target_attention.kernels.schedule import (
     SHARED,
     clear_outputs,
@@ -67,9 +70,7 @@ def forward_kernel(
         n, visible, x = load_history(
             history_ptr, samples, start, work.end, d, history_stride, q.dtype, C
         )
-        bias = load_bias(
-            biases, samples.offsets, work.sample, n, visible, r[None, :], work.count, C
-        )
+        bias = load_tile_bias(biases, samples, work, start, n, visible, r, C)
         dots = product(x, tl.trans(q), C.PRECISION)
         if C.SCORE == "softmax":
             p, rescale, maximum, total = online_softmax_update(

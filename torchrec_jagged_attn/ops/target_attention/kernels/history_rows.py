@@ -1,5 +1,5 @@
-"""Load history rows in the Triton kernels: by gather indices, if given, and unpacked from packed
-codes (``codes/kernels/rows.py``).
+"""Load history rows in the Triton kernels, by gather indices, if given, and unpacked from packed
+codes (``codes/kernels/rows.py``); and load their biases.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from torchrec_jagged_attn.codes.kernels.rows import load_codes
+from torchrec_jagged_attn.ops.device.biases import load_bias
 from torchrec_jagged_attn.ops.target_attention.kernels.schedule import gather_indices
 
 
@@ -31,3 +32,21 @@ def load_history(
     else:
         x = tl.load(ptrs + d[None, :], mask=visible & (d < C.D)[None, :], other=0.0)
     return n, visible, x
+
+
+@triton.jit
+def load_tile_bias(biases, samples, work, start, n, visible, r, C: tl.constexpr):
+    """``[BLOCK_N, BLOCK_R]``: the sum of all biases of the positions ``n``, of
+    :func:`load_history`, for the query rows ``r`` of ``work``; 0 without biases.
+
+    The branch is always taken. Triton does not pipeline loads in a branch: it would copy the bias
+    of each pair to shared memory, where lanes that read the same address take turns.
+    """
+    bias = 0.0
+    if (biases.bias is not None) or C.P + C.A > 0:
+        bias = tl.zeros([C.BLOCK_N, C.BLOCK_R], tl.float32)
+        if start < work.end:
+            bias = load_bias(
+                biases, samples.offsets, work.sample, n, visible, r[None, :], work.count, C
+            )
+    return bias
