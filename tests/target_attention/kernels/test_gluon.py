@@ -163,7 +163,7 @@ def test_tables_of_few_buckets(seed, launched):
     ("num_targets", "num_heads", "width", "num_positions", "num_ages", "shared"),
     [
         (8, 4, 128, 0, 0, False),
-        (9, 1, 64, 30, 64, False),
+        (9, 1, 64, 30, 160, False),
         (16, 1, 16, 0, 0, True),
         (5, 9, 96, 0, 0, False),
         (8, 4, 128, 12, 20, False),

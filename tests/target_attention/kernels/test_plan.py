@@ -104,7 +104,7 @@ def test_variants_of_a_gpu(gpu, expected):
         (WARPGROUP | {"history_stride": 32}, "general", "general"),
         (WARPGROUP | {"tma_compatible": False}, "general", "general"),
         (WARPGROUP | {"num_positions": 64, "num_ages": 64}, "warpgroup", "warpgroup"),
-        (WARPGROUP | {"num_positions": 65}, "warpgroup", "general"),
+        (WARPGROUP | {"num_positions": 64, "num_ages": 160}, "warpgroup", "warpgroup"),
         ({"has_indices": True}, "one_warp", "one_warp"),
         (WARPGROUP | {"has_indices": True}, "general", "general"),
         (WARPGROUP | {"bias": True, "prior": True}, "warpgroup", "warpgroup"),

@@ -25,15 +25,13 @@ from torchrec_jagged_attn.ops.launch import overlap_options
 from torchrec_jagged_attn.ops.target_attention.kernels import schedule
 from torchrec_jagged_attn.ops.target_attention.kernels.records import Constants
 from torchrec_jagged_attn.ops.target_attention.kernels.warp_common import BLOCK_R
-from torchrec_jagged_attn.ops.target_attention.kernels.warpgroup_backward import BUCKETS
 
 # As plain integers: comparing Triton constants takes host time.
 DENSE, SHARED, JAGGED = (
     layout.value for layout in (schedule.DENSE, schedule.SHARED, schedule.JAGGED)
 )
 ONE_WARP_ROWS = BLOCK_R.value
-MOST_BUCKETS = 256  # of both tables, which are in shared memory
-MOST_BUCKETS_OF_TABLE = BUCKETS.value  # in the backward of warpgroup: tables are in registers
+MOST_BUCKETS = 256  # of both tables, which are in shared memory or registers
 # In forward, there is room for so many partial results (one for each block of queries) per CHUNK
 # rows. They take up to one byte per element of the history.
 MAX_PARTIALS_PER_CHUNK = 4
@@ -137,12 +135,6 @@ VARIANTS = (
             Condition("fewer than 2³⁰ history rows", lambda x: x.tma_compatible),
             Condition(
                 "no bias per row in backward", lambda x: not (x.backward and x.bias and not x.prior)
-            ),
-            Condition(
-                f"up to {MOST_BUCKETS_OF_TABLE} buckets per bias table in backward",
-                lambda x: (
-                    not x.backward or max(x.num_positions, x.num_ages) <= MOST_BUCKETS_OF_TABLE
-                ),
             ),
         ),
         runs_on=lambda device: devices.hopper_multiprocessors(device) > 0,

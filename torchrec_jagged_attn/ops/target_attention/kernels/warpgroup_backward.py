@@ -57,34 +57,48 @@ from torchrec_jagged_attn.ops.target_attention.kernels.warpgroup_common import (
     warpgroup_layout,
 )
 
-BUCKETS = gl.constexpr(64)  # of a table, at most
+BUCKETS = gl.constexpr(64)  # of a block of a table
 COLUMNS = gl.constexpr(64)  # columns of the gradient of history rows computed at a time
 COMPONENTS = gl.constexpr(2)  # of gradients of scores, for gradients of tables
 
 
 @gluon.jit
-def _add_to_table(table, buckets, components):
-    """Add gradients of scores, ``components`` ``[COMPONENTS, rows, queries]``, to their buckets."""
-    mma: gl.constexpr = table.type.layout
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    b = gl.arange(0, BUCKETS, gl.SliceLayout(1, left))[:, None]
-    buckets = gl.convert_layout(buckets, gl.SliceLayout(0, left))[None, :]
-    one_hot = (buckets == b).to(gl.int16).to(gl.bfloat16)
-    for i in gl.static_range(COMPONENTS):
-        table = warpgroup_mma(one_hot, components.index(COMPONENTS - 1 - i), table, is_async=True)
-    table, one_hot = warpgroup_mma_wait(0, deps=(table, one_hot))
+def _new_table(COUNT: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """A table of COUNT buckets, as a tuple of blocks of zeros ``[BUCKETS, queries]``."""
+    table = ()
+    for _ in gl.static_range(0, COUNT, BUCKETS):
+        table += (gl.zeros(shape, gl.float32, layout),)
     return table
 
 
 @gluon.jit
-def _store_table(table, ptr, COUNT: gl.constexpr, H: gl.constexpr):
+def _add_to_table(table, buckets, components, mma: gl.constexpr):
+    """Add gradients of scores, ``components`` ``[COMPONENTS, rows, queries]``, to their buckets."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    b = gl.arange(0, BUCKETS, gl.SliceLayout(1, left))[:, None]
+    buckets = gl.convert_layout(buckets, gl.SliceLayout(0, left))[None, :]
+    new_table = ()
+    for at in gl.static_range(len(table)):
+        block = table[at]
+        one_hot = (buckets == b + at * BUCKETS).to(gl.int16).to(gl.bfloat16)
+        for i in gl.static_range(COMPONENTS):
+            component = components.index(COMPONENTS - 1 - i)
+            block = warpgroup_mma(one_hot, component, block, is_async=True)
+        block, one_hot = warpgroup_mma_wait(0, deps=(block, one_hot))
+        new_table += (block,)
+    return new_table
+
+
+@gluon.jit
+def _store_table(table, ptr, COUNT: gl.constexpr, H: gl.constexpr, layout: gl.constexpr):
     """Store ``[COUNT, H]``: sums over the query rows of each head."""
-    layout: gl.constexpr = table.type.layout
     b = gl.arange(0, BUCKETS, gl.SliceLayout(1, layout))
-    r = gl.arange(0, table.shape[1], gl.SliceLayout(0, layout))[None, :]
-    for head in gl.static_range(H):
-        head_sums = gl.sum(gl.where(r % H == head, table, 0.0), 1)
-        gl.store(ptr + (b * H + head), head_sums, mask=b < COUNT)
+    for at in gl.static_range(len(table)):
+        bucket = at * BUCKETS + b
+        r = gl.arange(0, table[at].shape[1], gl.SliceLayout(0, layout))[None, :]
+        for head in gl.static_range(H):
+            head_sums = gl.sum(gl.where(r % H == head, table[at], 0.0), 1)
+            gl.store(ptr + (bucket * H + head), head_sums, mask=bucket < COUNT)
 
 
 @gluon.jit(
@@ -161,8 +175,8 @@ def backward_kernel(
         zeros = gl.zeros([C.BLOCK_N, C.BLOCK_R], gl.float32, mma)
         zero_columns = gl.zeros([C.BLOCK_N, COLUMNS], gl.float32, columns_mma)
         acc = gl.zeros([C.BLOCK_D, C.BLOCK_R], gl.float32, mma)
-        position_table = gl.zeros([BUCKETS, C.BLOCK_R], gl.float32, mma)
-        age_table = position_table
+        position_table = _new_table(C.P, [BUCKETS, C.BLOCK_R], mma)
+        age_table = _new_table(C.A, [BUCKETS, C.BLOCK_R], mma)
         async_copy.wait_group(0)
         fence_async_shared()
         for tile in range(gl.cdiv(end - begin, C.BLOCK_N)):
@@ -196,10 +210,8 @@ def backward_kernel(
             acc = warpgroup_mma(x.permute((1, 0)), ds_tile, acc, is_async=True)
             if C.P + C.A > 0:
                 position_buckets, age_buckets = row_buckets(n, biases, chunk, C)
-                if C.P > 0:
-                    position_table = _add_to_table(position_table, position_buckets, components)
-                if C.A > 0:
-                    age_table = _add_to_table(age_table, age_buckets, components)
+                position_table = _add_to_table(position_table, position_buckets, components, mma)
+                age_table = _add_to_table(age_table, age_buckets, components, mma)
             p = drop_weights(p, biases.dropout, draws, numbers)
             weights = gl.convert_layout(p.to(dtype), left)
             ds_operand = gl.convert_layout((ds * scale).to(dtype), left)
@@ -233,6 +245,6 @@ def backward_kernel(
             store_transposed(grads.query + row * C.D, (acc * scale).to(dtype), queries, count, C.D)
         if C.P + C.A > 0:
             ptr = grads.tables + gl.program_id(0).to(gl.int64) * ((C.P + C.A) * C.H)
-            _store_table(position_table, ptr, C.P, C.H)
-            _store_table(age_table, ptr + C.P * C.H, C.A, C.H)
+            _store_table(position_table, ptr, C.P, C.H, mma)
+            _store_table(age_table, ptr + C.P * C.H, C.A, C.H, mma)
     clear_gradients(grads, samples, num_samples, num_history_rows, C)
