@@ -224,8 +224,6 @@ class Plan:
                 "PRECISION": _precision_of_general(x),
                 "ROWS_PER_PARTIAL": self.rows_per_partial,
             }
-        elif self.variant == "one_warp":
-            arguments["STRIDE"] = x.history_stride
         if self.variant == "general" and x.backward:
             one_target = x.num_targets == 1 and x.query_rows <= self.block_r
             arguments |= {
@@ -246,6 +244,7 @@ def _inputs(x: Call) -> dict[str, Any]:
         "LAYOUT": x.layout,
         "H": x.num_heads,
         "D": x.width,
+        "STRIDE": x.history_stride,
         "P": x.num_positions,
         "A": x.num_ages,
         "PRIOR": x.prior,

@@ -111,29 +111,19 @@ def forward(args: TargetArguments) -> TargetOutputs:
         stats.new_empty(num_partials, 2, plan.partial_rows),
     )
     written_outputs = Outputs(out, residual if residual.numel() else None, stats)
-    grid = (num_partials + launch.num_samples,)
-    taken = (
-        launch.query,
-        launch.history,
-        launch.biases,
-        written_outputs,
-        partials,
-        launch.samples(),
-    )
-    sizes = (*launch.sizes, num_partials)
+    samples = launch.samples()
+    inputs = (launch.query, launch.kernel_history, launch.biases, written_outputs, partials)
+    taken = (*inputs, samples, *launch.sizes, num_partials, args.scale)
     if plan.variant == "warpgroup":
-        query, history, *records = taken
-        descriptor = _tma_descriptor(history, plan)
-        _warpgroup_forward(grid, (query, *records, descriptor, *sizes, args.scale), plan.kernel)
+        _warpgroup_forward((num_partials + launch.num_samples,), taken, plan.kernel)
     elif plan.variant == "one_warp":
-        _one_warp_forward(grid, (*taken, *sizes, args.scale), plan.kernel)
+        _one_warp_forward((num_partials + launch.num_samples,), taken, plan.kernel)
     else:
-        grid = (num_partials + launch.num_blocks,)
-        _forward(grid, (*taken, *sizes, plan.call.history_stride, args.scale), plan.kernel)
+        _forward((num_partials + launch.num_blocks,), taken, plan.kernel)
     if num_partials and not plan.has_schedule:
         _combine_outputs(
             (num_partials, plan.column_blocks),
-            (partials, written_outputs, taken[-1], *launch.sizes),
+            (partials, written_outputs, samples, *launch.sizes),
             plan.combine,
         )
     return outputs
@@ -178,7 +168,7 @@ def backward(
         fill = outputs.stats.new_empty if writes_whole_tables else outputs.stats.new_zeros
         targets = call.num_targets if writes_whole_tables else 1
         grad_tables = fill(num_programs, call.buckets, targets, call.num_heads)
-    grad_out = grad_out.contiguous()
+    grad_out = _aligned(grad_out.contiguous())
     grad_lse = _contiguous(grad_lse)
     saved = Outputs(outputs.out, outputs.residual if call.half else None, outputs.stats, grad_lse)
     if launch.num_samples:
@@ -221,25 +211,21 @@ def _launch_backward(
         totals = acc.new_empty(num_partials, plan.partial_rows)
     partials = Partials(acc, totals)
     grid = (num_partials + launch.num_samples,)
-    inputs = (launch.query, launch.history, launch.biases, outputs)
-    sizes = (*launch.sizes, num_partials, launch.num_history_rows)
-    if plan.variant == "warpgroup":
-        query, history, *records = inputs
-        descriptors = _tma_descriptor(history, plan), _tma_descriptor(grads.history, plan)
-        taken = (_aligned(grad_out), query, *records, grads, partials, launch.samples())
-        _warpgroup_backward(grid, (*taken, *descriptors, *sizes, scale), plan.kernel)
-        return
     samples = launch.samples()
-    taken = (grad_out, *inputs, grads, partials, samples, *sizes)
-    if plan.variant == "one_warp":
-        _one_warp_backward(grid, (*taken, scale), plan.kernel)
+    inputs = (grad_out, launch.query, launch.kernel_history, launch.biases, outputs)
+    sizes = (*launch.sizes, num_partials, launch.num_history_rows)
+    taken = (*inputs, grads, partials, samples, *sizes, scale)
+    if plan.variant == "warpgroup":
+        _warpgroup_backward(grid, (*taken, _tma_descriptor(grads.history, plan)), plan.kernel)
         return
-    general_args = (*taken, call.history_stride, scale)
+    if plan.variant == "one_warp":
+        _one_warp_backward(grid, taken, plan.kernel)
+        return
     has_queries = outputs.out.numel() > 0
     if plan.one_block:
-        _grad_history(grid, general_args, plan.kernel | {"ONE_BLOCK": True})
+        _grad_history(grid, taken, plan.kernel | {"ONE_BLOCK": True})
     if plan.several_blocks and has_queries:
-        _grad_query((num_partials + launch.num_blocks,), general_args, plan.kernel)
+        _grad_query((num_partials + launch.num_blocks,), taken, plan.kernel)
     if num_partials and has_queries:
         _combine_gradients(
             (num_partials, plan.column_blocks),
@@ -248,7 +234,7 @@ def _launch_backward(
         )
     row_grads = (grads.history, grads.bias, grads.tables)
     if plan.several_blocks and any(grad is not None for grad in row_grads):
-        _grad_history(grid, general_args, plan.kernel | {"ONE_BLOCK": False})
+        _grad_history(grid, taken, plan.kernel | {"ONE_BLOCK": False})
 
 
 def _sort_indices(launch: _Launch, indices: Tensor) -> SortedIndices:
@@ -297,7 +283,7 @@ def _write_row_gradients(
         sizes = num_rows, num_indices, *launch.sizes[1:], num_partials
         _rows(
             (num_partials + num_index_programs + num_zero_programs,),
-            (*tensors, *sizes, plan.call.history_stride, scale),
+            (*tensors, *sizes, scale),
             plan.rows,
         )
     if num_partials:
@@ -313,6 +299,7 @@ class _Launch:
 
     Attributes:
         query, history, biases: as kernels read them.
+        kernel_history: the history as main kernels take it: for ``warpgroup`` a TMA descriptor.
         sizes: number of samples, of targets per sample, and of query rows in all.
         num_history_rows: ``N``.
         num_partials: how many partial results the buffers have room for.
@@ -333,9 +320,10 @@ class _Launch:
         else:
             total_rows = self.num_samples * call.num_targets * call.num_heads
             self.num_blocks = self.num_samples * plan.num_blocks
-        query = query.contiguous()
-        self.query = _aligned(query) if plan.variant == "warpgroup" else query
+        self.query = _aligned(query.contiguous())
         self.history = history
+        has_descriptor = plan.variant == "warpgroup"
+        self.kernel_history = _tma_descriptor(history, plan) if has_descriptor else history
         biases = *args.biases, args.row_numbers, args.row_number_ends
         self.biases = Biases(*map(_contiguous, biases))
         self.sizes = (self.num_samples, call.num_targets, total_rows)
@@ -400,12 +388,9 @@ def _tma_descriptor(x: Tensor, plan: Plan) -> TensorDescriptor:
 
 def _order_of_programs(launch: _Launch) -> tuple[int, int]:
     """Return the number of programs of the first samples, and of partial results after them."""
-    first = {
-        "one_warp": warp_common.PROGRAMS.value,
-        "warpgroup": warpgroup_common.PROGRAMS.value,
-        "general": 0,
-    }
-    return min(launch.num_samples, first[launch.plan.variant]), launch.num_partials
+    first = {"one_warp": warp_common.PROGRAMS, "warpgroup": warpgroup_common.PROGRAMS}
+    num_first = first[launch.plan.variant].value if launch.plan.has_schedule else 0
+    return min(launch.num_samples, num_first), launch.num_partials
 
 
 def sum_of_tables(

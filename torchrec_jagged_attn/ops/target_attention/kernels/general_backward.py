@@ -140,7 +140,7 @@ def _load_block(
 def grad_query_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], or packed codes; rows history_stride apart
+    history_ptr,  # [N, D], or packed codes; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
@@ -151,7 +151,6 @@ def grad_query_kernel(
     num_rows,
     num_partials,
     num_history_rows,  # ``N``
-    history_stride,
     scale,
     C: tl.constexpr,  # Constants
 ):
@@ -179,9 +178,7 @@ def grad_query_kernel(
     acc = tl.zeros([C.BLOCK_D, C.BLOCK_R], tl.float32)
     ds_total = tl.zeros([C.BLOCK_R], tl.float32)  # zero or grad_lse, but for the rounding of out
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
-        n, visible, x = load_history(
-            history_ptr, samples, start, work.end, d, history_stride, out.dtype, C
-        )
+        n, visible, x = load_history(history_ptr, samples, start, work.end, d, out.dtype, C)
         bias = load_tile_bias(biases, samples, work, start, n, visible, r, C)
         _, ds = _score_gradients(queries, grad_lse, x, n, biases, bias, visible, alone, scale, C)
         acc = tl.dot(tl.trans(x), ds.to(x.dtype), acc, input_precision=C.PRECISION)
@@ -212,7 +209,7 @@ def grad_query_kernel(
 def grad_history_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], or packed codes; rows history_stride apart
+    history_ptr,  # [N, D], or packed codes; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None in fp32
     grads,  # Gradients
@@ -223,7 +220,6 @@ def grad_history_kernel(
     num_rows,
     num_partials,
     num_history_rows,  # ``N``
-    history_stride,
     scale,
     C: tl.constexpr,  # Constants
     ONE_BLOCK: tl.constexpr,
@@ -258,9 +254,7 @@ def grad_history_kernel(
         grad_age_bias = tl.zeros([C.BLOCK_A, C.BLOCK_H], tl.float32)
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
         dtype: tl.constexpr = query_ptr.dtype.element_ty
-        n, visible, x = load_history(
-            history_ptr, samples, start, work.end, d, history_stride, dtype, C
-        )
+        n, visible, x = load_history(history_ptr, samples, start, work.end, d, dtype, C)
         grad_x = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
         heads = tl.zeros([C.BLOCK_N, C.BLOCK_H], tl.float32)
         if ONE_BLOCK:

@@ -39,7 +39,7 @@ from torchrec_jagged_attn.ops.target_attention.kernels.schedule import (
 @triton.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_partials"])
 def forward_kernel(
     query_ptr,  # [rows, D]
-    history_ptr,  # [N, D], or packed codes; rows history_stride apart
+    history_ptr,  # [N, D], or packed codes; rows STRIDE apart
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None if not requested
     partials,  # Partials
@@ -48,7 +48,6 @@ def forward_kernel(
     num_targets,
     num_rows,
     num_partials,
-    history_stride,
     scale,
     C: tl.constexpr,  # Constants
 ):
@@ -67,9 +66,7 @@ def forward_kernel(
     total = tl.zeros([C.BLOCK_R], tl.float32)
     maximum = total - float("inf")
     for start in tl.range(work.begin, work.end, C.BLOCK_N, num_stages=C.NUM_STAGES):
-        n, visible, x = load_history(
-            history_ptr, samples, start, work.end, d, history_stride, q.dtype, C
-        )
+        n, visible, x = load_history(history_ptr, samples, start, work.end, d, q.dtype, C)
         bias = load_tile_bias(biases, samples, work, start, n, visible, r, C)
         dots = product(x, tl.trans(q), C.PRECISION)
         if C.SCORE == "softmax":

@@ -13,9 +13,7 @@ from torchrec_jagged_attn.ops.target_attention.kernels.schedule import gather_in
 
 
 @triton.jit
-def load_history(
-    history_ptr, samples, start, end, d, history_stride, dtype: tl.constexpr, C: tl.constexpr
-):
+def load_history(history_ptr, samples, start, end, d, dtype: tl.constexpr, C: tl.constexpr):
     """``(n, visible, x)``: the positions from ``start`` to ``end``, their mask (``[BLOCK_N, 1]``
     each), and their rows ``[BLOCK_N, BLOCK_D]`` in ``dtype``.
 
@@ -26,7 +24,7 @@ def load_history(
     n = (start + index)[:, None]
     visible = (index < (end - start).to(tl.int32))[:, None]
     row = gather_indices(samples, n, visible)
-    ptrs = history_ptr + row * history_stride
+    ptrs = history_ptr + row * C.STRIDE
     if C.LEVELS > 0:
         x = load_codes(ptrs, visible, d[None, :], C.D - 1, C.LEVELS, C.PER_BYTE).to(dtype)
     else:

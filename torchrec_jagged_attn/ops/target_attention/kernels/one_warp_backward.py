@@ -324,8 +324,8 @@ def backward_kernel(
             delta = _delta_of_half(outputs, grad_out, row, count, C)
         grad_out = decompose(grad_out, C.COMPONENTS)
         stacked_queries = allocate_components(q[0].dtype, C.COMPONENTS, 2 * BLOCK_R, C.BLOCK_D)
-        store_components(stacked_queries, 0, grad_out, True)
-        store_components(stacked_queries, BLOCK_R, q, True)
+        store_components(stacked_queries, 0, grad_out)
+        store_components(stacked_queries, BLOCK_R, q)
         if C.COMPONENTS > 1:
             delta = _delta_of_fp32(outputs, stacked_queries, row, count, C)
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
@@ -339,7 +339,7 @@ def backward_kernel(
         stored = indices_to_store(C.BLOCK_N, min(C.BLOCK_D, 64), dtype)
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
         COLUMNS: gl.constexpr = columns_at_once(C)
-        accs = zeros_by_column([COLUMNS, BLOCK_R], MMA, C)
+        accs = zeros_by_column(C)
         stage = 0
         for start in range(begin, end, C.BLOCK_N):
             indices = next_indices(history_ptr, samples, chunk, ring, start, C)

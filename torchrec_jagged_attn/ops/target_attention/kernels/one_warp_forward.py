@@ -80,7 +80,7 @@ def forward_kernel(
         q = decompose(q, C.COMPONENTS)
         if C.COMPONENTS > 1:  # too many for registers
             queries = allocate_components(gl.bfloat16, C.COMPONENTS, BLOCK_R, C.BLOCK_D)
-            store_components(queries, 0, q, True)
+            store_components(queries, 0, q)
 
         index = gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, MMA))
         r = gl.arange(0, BLOCK_R, gl.SliceLayout(0, MMA))
@@ -88,7 +88,7 @@ def forward_kernel(
         zeros = gl.zeros([C.BLOCK_N, BLOCK_R], gl.float32, MMA)
         COLUMNS: gl.constexpr = columns_at_once(C)
         ROWS: gl.constexpr = row_components(C)
-        accs = zeros_by_column([COLUMNS, BLOCK_R], MMA, C)
+        accs = zeros_by_column(C)
         total = zeros  # by row, summed after the loop
         maximum = gl.full([BLOCK_R], -float("inf"), gl.float32, gl.SliceLayout(0, MMA))
         stage = 0

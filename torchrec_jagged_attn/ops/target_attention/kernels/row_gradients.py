@@ -216,7 +216,7 @@ def _store_zeros(grad_ptr, sorted_indices, first, num_rows, C: tl.constexpr):
 )
 def rows_kernel(
     queries,  # QueryRows
-    history_ptr,  # [U, D], rows history_stride apart
+    history_ptr,  # [U, D], rows STRIDE apart
     biases,  # arguments.Biases
     grad_ptr,  # [U, D]
     partials_ptr,  # [partials, D] fp32
@@ -227,7 +227,6 @@ def rows_kernel(
     num_targets,
     num_query_rows,
     num_partials,
-    history_stride,
     scale,
     C: tl.constexpr,  # Constants
     ONE_BLOCK: tl.constexpr,
@@ -260,7 +259,7 @@ def rows_kernel(
             chunk = tl.where(later, program.to(tl.int32) - first_partial, 0)
             if (chunk < chunks) & ((chunk > 0) | (not later)):
                 chunk_length = tl.cdiv(length, chunks)
-                x_ptrs = history_ptr + row * history_stride + d
+                x_ptrs = history_ptr + row * C.STRIDE + d
                 x = tl.load(x_ptrs, mask=d < C.D, other=0.0).to(tl.float32)
                 grad = _gradient_of_chunk(
                     queries, x, biases, sorted_indices, samples, begin + chunk_length * chunk,

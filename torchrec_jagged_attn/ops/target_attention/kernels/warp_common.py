@@ -100,11 +100,11 @@ def columns_at_once(C):
 
 
 @gluon.jit
-def zeros_by_column(shape: gl.constexpr, layout: gl.constexpr, C: gl.constexpr):
-    """A tuple of zeros of ``shape``, one for each block of :func:`columns_at_once`."""
+def zeros_by_column(C: gl.constexpr):
+    """A tuple of zeros ``[columns, 8]``, one for each block of :func:`columns_at_once`."""
     zeros = ()
     for _ in gl.static_range(0, C.BLOCK_D, columns_at_once(C)):
-        zeros += (gl.zeros(shape, gl.float32, layout),)
+        zeros += (gl.zeros([columns_at_once(C), BLOCK_R], gl.float32, MMA),)
     return zeros
 
 
@@ -118,15 +118,14 @@ def allocate_components(
 
 
 @gluon.jit
-def store_components(operands, first: gl.constexpr, components, TRANSPOSED: gl.constexpr):
-    """Store ``components`` as rows of ``operands`` (``[COMPONENTS, rows, D]`` in shared memory)."""
+def store_components(operands, first: gl.constexpr, components):
+    """Store the columns of ``components`` as rows of ``operands`` (``[COMPONENTS, rows, D]`` in
+    shared memory), from ``first`` on.
+    """
     COMPONENTS: gl.constexpr = operands.shape[0]
     for i in gl.static_range(COMPONENTS):
-        rows = operands.index(i)
-        if TRANSPOSED:
-            rows.slice(first, components[i].shape[1]).permute((1, 0)).store(components[i])
-        else:
-            rows.slice(first, components[i].shape[0]).store(components[i])
+        rows = operands.index(i).slice(first, components[i].shape[1])
+        rows.permute((1, 0)).store(components[i])
 
 
 @gluon.jit

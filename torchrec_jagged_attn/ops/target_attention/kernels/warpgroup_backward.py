@@ -109,19 +109,19 @@ def _store_table(table, ptr, COUNT: gl.constexpr, H: gl.constexpr, layout: gl.co
 def backward_kernel(
     grad_out_ptr,  # [rows, D]
     query_ptr,  # [rows, D]
+    history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
     biases,  # arguments.Biases
     outputs,  # Outputs
     grads,  # Gradients
     partials,  # Partials
     samples,  # Samples
-    history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
-    grad_history_desc,  # of [N, 1, D]
     num_samples,
     num_targets,
     num_rows,
     num_partials,
     num_history_rows,  # ``N``
     scale,
+    grad_history_desc,  # of [N, 1, D]
     C: gl.constexpr,  # Constants
 ):
     """Gradients of one chunk of a sample's history, of all its query rows and of tables."""

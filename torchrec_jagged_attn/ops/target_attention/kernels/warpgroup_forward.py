@@ -63,11 +63,11 @@ def _raise_shift(scores, shift, total, acc):
 @gluon.jit(do_not_specialize=["num_samples", "num_targets", "num_rows", "num_partials"])
 def forward_kernel(
     query_ptr,  # [rows, D]
+    history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
     biases,  # arguments.Biases
     outputs,  # Outputs; ``residual`` is None if not requested
     partials,  # Partials
     samples,  # Samples
-    history_desc,  # of [N, 1, D], see ``tma.jagged_rows``
     num_samples,
     num_targets,
     num_rows,
