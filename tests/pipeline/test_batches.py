@@ -20,28 +20,16 @@ from tests.pipeline.training import (
     SHORT_WARM_UP,
     ScaledBatch,
     WithLayer,
-    assert_equal_on_cpu,
     count_reasons,
     make_batch,
     make_pipeline,
     poison,
     short_warm_up,
     train,
+    train_alike,
 )
 from tests.torchrec.two_ranks import make_model
-from torchrec_jagged_attn.collection.sharding.padding import (
-    PaddedFeatures,
-    PaddedValuesError,
-    Segments,
-)
-from torchrec_jagged_attn.pipeline.batches import (
-    StepInputs,
-    clone_tensors,
-    difference,
-    replace_tensors,
-    tensors_of,
-    with_static_tensors,
-)
+from torchrec_jagged_attn.pipeline.batches import StepInputs, difference
 
 NUM_STEPS = 8
 
@@ -183,13 +171,12 @@ def test_classes_of_batches(name: str, device: torch.device):
     if name == "TensorDict" and device.type == "cuda":
         pytest.skip("tensordict refuses the second stream of TorchRec's pipelines")
     convert, parts = CLASSES[name]
-    runs = []
-    for pipeline_type in PIPELINES:
-        pipeline = make_pipeline(device, Reading(make_model(), parts), pipeline_type)
-        batches = (convert(make_batch(step)) for step in range(NUM_STEPS))
-        runs.append(train(pipeline, batches, poison))
-    expected, run = runs
-    assert_equal_on_cpu(run, expected, device)
+    run = train_alike(
+        device,
+        lambda: Reading(make_model(), parts),
+        lambda: (convert(make_batch(step)) for step in range(NUM_STEPS)),
+        poison,
+    )
     assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
 
 
@@ -201,15 +188,8 @@ class Scaling(nn.Module):
 def test_another_python_value_in_a_batch(device: torch.device):
     """A step on it is eager."""
     scales = [1.0] * 5 + [2.0] + [1.0] * 3
-    runs = []
-    for pipeline_type in PIPELINES:
-        pipeline = make_pipeline(device, WithLayer(make_model(), Scaling()), pipeline_type)
-        batches = (
-            ScaledBatch(**vars(make_batch(step)), scale=scale) for step, scale in enumerate(scales)
-        )
-        runs.append(train(pipeline, batches))
-    expected, run = runs
-    assert_equal_on_cpu(run, expected, device)
+    batches = [ScaledBatch(**vars(make_batch(i)), scale=scale) for i, scale in enumerate(scales)]
+    run = train_alike(device, lambda: WithLayer(make_model(), Scaling()), lambda: batches)
     assert run.eager_steps == {"warm-up": SHORT_WARM_UP, "another value: batch.scale": 1}
     assert run.num_captures == 1
 
@@ -250,15 +230,9 @@ def test_other_dtypes_of_features(
     device: torch.device,
 ):
     """A step on them is eager, until they are captured."""
-    runs = []
-    for pipeline_type in PIPELINES:
-        pipeline = make_pipeline(device, make_model(**options), pipeline_type, sharding=OPTIMIZER)
-        batches = (
-            with_features(step, change, is_weighted="is_weighted" in options) for step in range(12)
-        )
-        runs.append(train(pipeline, batches))
-    expected, run = runs
-    assert_equal_on_cpu(run, expected, device)
+    is_weighted = "is_weighted" in options
+    batches = [with_features(step, change, is_weighted=is_weighted) for step in range(12)]
+    run = train_alike(device, lambda: make_model(**options), lambda: batches, sharding=OPTIMIZER)
     assert run.num_captures == 2
     assert count_reasons(run, OTHER_DTYPES) == 5
 
@@ -288,12 +262,12 @@ class ReadingLengths(nn.Module):
 
 
 def test_layers_may_read_lengths(device: torch.device):
-    runs = []
-    for pipeline_type in PIPELINES:
-        pipeline = make_pipeline(device, WithLayer(make_model(), ReadingLengths()), pipeline_type)
-        runs.append(train(pipeline, (make_batch(step) for step in range(NUM_STEPS)), poison))
-    expected, run = runs
-    assert_equal_on_cpu(run, expected, device)
+    run = train_alike(
+        device,
+        lambda: WithLayer(make_model(), ReadingLengths()),
+        lambda: map(make_batch, range(NUM_STEPS)),
+        poison,
+    )
     assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
 
 
@@ -329,49 +303,14 @@ def test_layers_must_not_read_values(name: str, device: torch.device):
 # Of pipeline/batches.py
 
 
-def make_features() -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(
-        ["a", "b"], torch.arange(5), torch.arange(5) / 2, lengths=torch.tensor([2, 0, 1, 2])
-    )
-
-
 def make_nested() -> dict[str, Any]:
-    return {"x": [torch.ones(2), Nested(make_batch(0))], "features": make_features(), "n": 3}
+    return {"x": [torch.ones(2), Nested(make_batch(0))], "n": 3}
 
 
-def inputs_of(batch: Any, keys: set[str] | None = None, fixed: tuple[str, ...] = ()) -> StepInputs:
+def constants_of(batch: Any) -> dict[str, Any]:
     inputs = StepInputs("cpu")
-    inputs.add_batch("batch", batch, fixed, keys)
-    return inputs
-
-
-def test_inputs_of_a_batch():
-    inputs = inputs_of({"features": make_features(), "x": torch.ones(2, 3), "n": 3}, fixed=("b",))
-    path = "batch['features']"
-    assert inputs.counts == {f"{path}[a]": 2}
-    assert inputs.constants == {
-        f"the keys of {path}": ["a", "b"],
-        f"the number of samples of {path}": 2,
-        f"the dtypes of {path}": [torch.int64, torch.int64, torch.float32],
-        f"the number of rows of {path}[b]": 3,
-        "the shape of batch['x']": (2, 3),
-        "the dtype of batch['x']": torch.float32,
-        "batch['n']": 3,
-    }
-    segments = inputs.tensors[f"{path}[b]"]
-    assert isinstance(segments, Segments)
-    assert segments.tensor.tolist() == [2, 3, 4]
-    assert (segments.counts, segments.names) == ([3], [None])
-    weights = inputs.tensors[f"{path}[a].weights"]
-    assert isinstance(weights, Segments)
-    assert weights.tensor.tolist() == [0, 0.5]
-    assert weights.names == [f"{path}[a]"]
-
-
-def test_inputs_have_the_keys_that_are_read():
-    inputs = inputs_of(make_features(), keys={"batch[b]"})
-    assert inputs.tensors.keys() == {"batch.lengths", "batch[b]", "batch[b].weights"}
-    assert inputs.counts == {"batch[b]": 3}
+    inputs.add_batch("batch", batch, (), None)
+    return inputs.constants
 
 
 @pytest.mark.parametrize(
@@ -387,10 +326,10 @@ def test_inputs_have_the_keys_that_are_read():
 )
 def test_differences_are_named(change: Callable[[Any], None], name: str):
     batch = make_nested()
-    constants = inputs_of(batch).constants
-    assert difference(constants, inputs_of(make_nested()).constants) is None
+    constants = constants_of(batch)
+    assert difference(constants, constants_of(make_nested())) is None
     change(batch)
-    assert difference(inputs_of(batch).constants, constants) == name
+    assert difference(constants_of(batch), constants) == name
 
 
 class Incomparable:
@@ -404,55 +343,3 @@ class Incomparable:
 
 def test_values_that_cannot_be_compared_differ():
     assert difference({"x": Incomparable()}, {"x": Incomparable()}) == "x"
-
-
-def test_a_batch_without_a_sample():
-    assert not inputs_of(make_nested()).has_no_sample()
-    empty = make_batch(0, num_samples=0)
-    assert inputs_of({"x": [empty]}).has_no_sample()
-
-
-def test_copies_with_other_tensors():
-    """The batch itself and values without tensors do not change."""
-    batch = make_nested()
-    features = batch["x"][1].features
-    new = replace_tensors(batch, lambda path, _: path, path="batch")
-    assert new["x"][0] == "batch['x'][0]"
-    assert new["x"][1].features["dense"] == "batch['x'][1].features['dense']"
-    assert (new["n"], new["x"][1].name, new["features"]) == (3, "a batch", "batch['features']")
-    assert type(new["x"][1]) is Nested
-    assert batch["x"][1].features is features
-    assert isinstance(features["dense"], Tensor)
-
-
-def test_a_copy_with_static_tensors():
-    batch = {"features": make_features(), "x": torch.ones(2)}
-    static = {
-        "batch['x']": torch.zeros(2),
-        "batch['features'].lengths": make_features().lengths(),
-        "batch['features'][b]": torch.arange(9),
-        "batch['features'][b].weights": torch.ones(9),
-    }
-    read: list[str] = []
-    new = with_static_tensors(batch, "batch", static.__getitem__, read.append)
-    assert new["x"] is static["batch['x']"]
-    features = new["features"]
-    assert isinstance(features, PaddedFeatures)
-    assert features.keys() == ["a", "b"]
-    assert not read
-    assert features.rows_of("b").values() is static["batch['features'][b]"]
-    assert features.rows_of("b").weights() is static["batch['features'][b].weights"]
-    assert features["b"].lengths().tolist() == [1, 2]
-    assert read == ["batch['features'][b]"]
-    with pytest.raises(PaddedValuesError, match="the values of 'b'"):
-        features["b"].values()
-
-
-def test_clones_have_their_own_memory():
-    x = {"loss": torch.ones(1, requires_grad=True) * 2, "n": 3, "logits": [torch.zeros(3)]}
-    new = clone_tensors(x)
-    assert not new["loss"].requires_grad
-    x["logits"][0] += 1
-    assert new["logits"][0].tolist() == [0, 0, 0]
-    assert new["n"] == 3
-    assert [tensor.shape for tensor in tensors_of(new)] == [(1,), (3,)]

@@ -27,6 +27,7 @@ from tests.pipeline.training import (
     short_warm_up,
     to_host,
     train,
+    train_alike,
 )
 from tests.torchrec.two_ranks import assert_same_run, make_model
 
@@ -134,28 +135,24 @@ def default_precision() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
+def make_undistributed(device: torch.device, model: nn.Module, pipeline_type: type) -> Any:
+    pipeline = make_pipeline(device, model, pipeline_type, dense_sgd)
+    # DistributedDataParallel, which TorchRec gives a static graph, permits no other parameters.
+    pipeline._model._dmp_wrapped_module = pipeline._model.module
+    torch.set_float32_matmul_precision("highest")
+    return pipeline
+
+
 def train_changed(
     device: torch.device,
     change: Callable[[int, Any], None],
-    dtype: torch.dtype = torch.float32,
     batches: Sequence[dict[str, Any]] = ({},) * NUM_STEPS,
     **options: Any,
 ) -> Run:
-    """With both pipelines, whose products may round to ``dtype`` on a GPU.
-
-    ``batches`` are the options of the batch of each step.
-    """
-    runs = []
-    for pipeline_type in PIPELINES:
-        pipeline = make_pipeline(device, make_layered(), pipeline_type, dense_sgd)
-        # DistributedDataParallel, which TorchRec gives a static graph, permits no other parameters.
-        pipeline._model._dmp_wrapped_module = pipeline._model.module
-        made = (make_batch(step, **x) for step, x in enumerate(batches))
-        runs.append(train(pipeline, made, change, **options))
-        torch.set_float32_matmul_precision("highest")
-    expected, run = runs
-    assert_equal_on_cpu(run, expected, device, dtype)
-    return run
+    """With both pipelines. ``batches`` are the options of the batch of each step."""
+    made = [make_batch(step, **x) for step, x in enumerate(batches)]
+    make = make_undistributed
+    return train_alike(device, make_layered, lambda: made, change, make=make, **options)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -166,9 +163,8 @@ def test_captured_again_if_it_must_be(name: str, device: torch.device, default_p
         if step == CHANGED:
             change(pipeline)
 
-    run = train_changed(
-        device, change_once, torch.bfloat16 if "precision" in name else torch.float32
-    )
+    dtype = torch.bfloat16 if "precision" in name else torch.float32  # on a GPU
+    run = train_changed(device, change_once, dtype=dtype)
     assert run.num_captures == num_captures
     assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
 
@@ -177,7 +173,7 @@ def test_autocast_from_a_step_on(device: torch.device):
     def context(step: int) -> torch.autocast:
         return torch.autocast(device.type, torch.bfloat16, enabled=step >= CHANGED)
 
-    run = train_changed(device, lambda *_: None, torch.bfloat16, context=context)
+    run = train_changed(device, lambda *_: None, dtype=torch.bfloat16, context=context)
     assert run.num_captures == 2
 
 
@@ -301,12 +297,8 @@ def test_parameters_that_no_optimizer_has(device: torch.device):
     def layer_sgd(model: DistributedModelParallel) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.module.layer.parameters(), lr=0.1, momentum=0.9)
 
-    runs = []
-    for pipeline_type in PIPELINES:
-        pipeline = make_pipeline(device, make_layered(), pipeline_type, layer_sgd)
-        runs.append(train(pipeline, map(make_batch, range(NUM_STEPS))))
-    expected, run = runs
-    assert_equal_on_cpu(run, expected, device)
+    batches = [make_batch(step) for step in range(NUM_STEPS)]
+    run = train_alike(device, make_layered, lambda: batches, optimizer=layer_sgd)
     assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +16,15 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.pipeline.training import (
-    PIPELINES,
     SHORT_WARM_UP,
     Run,
     WithLayer,
-    assert_equal_on_cpu,
     make_batch,
     make_dlrm,
     make_pipeline,
     short_warm_up,
     train,
+    train_alike,
 )
 from tests.torchrec.two_ranks import collection_of, make_model
 from torchrec_jagged_attn.pipeline import train_pipeline
@@ -42,20 +41,13 @@ def captured_early() -> Iterator[None]:
         yield
 
 
-def train_both(
+def train_model(
     device: torch.device,
-    make: Callable[[], nn.Module],
-    batches: Callable[[], Iterator[Batch]] = lambda: map(make_batch, range(NUM_STEPS)),
-    dtype: torch.dtype = torch.float32,
+    model: Callable[[], nn.Module],
+    batches: Callable[[], Iterable[Batch]] = lambda: map(make_batch, range(NUM_STEPS)),
     **options: Any,
 ) -> Run:
-    """With both pipelines, which train alike."""
-    expected, run = (
-        train(make_pipeline(device, make(), pipeline_type, **options), batches())
-        for pipeline_type in PIPELINES
-    )
-    assert_equal_on_cpu(run, expected, device, dtype)
-    return run
+    return train_alike(device, model, batches, **options)
 
 
 # Tables
@@ -65,7 +57,7 @@ def train_both(
 def test_padding_of_a_small_table(num_cats: int, device: torch.device):
     """Padding has ids of its own feature, which FBGEMM checks."""
     sharding = {"fused_params": {"bounds_check_mode": BoundsCheckMode.FATAL}}
-    run = train_both(
+    run = train_model(
         device,
         lambda: make_model(single_lookup=True, rows={"t_cat": num_cats}),
         lambda: (make_batch(step, num_cats=num_cats) for step in range(NUM_STEPS)),
@@ -101,13 +93,13 @@ def test_ids_of_sum_and_mean_tables(first: int, device: torch.device):
             else:
                 yield make_batch(step, bag_length=2, length=4)
 
-    run = train_both(device, make_dlrm, batches)
+    run = train_model(device, make_dlrm, batches)
     assert run.num_replayed_steps > 0
     assert run.num_replayed_steps + sum(run.eager_steps.values()) == num_steps
 
 
 def test_half_precision_tables(device: torch.device):
-    run = train_both(
+    run = train_model(
         device,
         lambda: make_model(data_type=DataType.FP16),
         dtype=torch.float16,
@@ -132,7 +124,7 @@ class TwoCollections(nn.Module):
 
 
 def test_two_collections(device: torch.device):
-    run = train_both(device, TwoCollections)
+    run = train_model(device, TwoCollections)
     assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
 
 
@@ -173,7 +165,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(use_reentrant: bool, device: torch.device):
-    run = train_both(device, lambda: WithLayer(make_model(), Checkpointed(use_reentrant)))
+    run = train_model(device, lambda: WithLayer(make_model(), Checkpointed(use_reentrant)))
     assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
 
 
@@ -221,7 +213,7 @@ class FailingStep(PaddedStep):
 def test_buffers_after_a_capture_that_fails(device: torch.device, monkeypatch: pytest.MonkeyPatch):
     """Lookups are outside in the next one, which starts from the same buffers."""
     monkeypatch.setattr(train_pipeline, "PaddedStep", FailingStep)
-    run = train_both(device, lambda: WithLayer(make_model(), Normalized()))
+    run = train_model(device, lambda: WithLayer(make_model(), Normalized()))
     assert run.lookups == {"outside"}
     assert run.num_captures == 1
     assert run.state["model"]["layer.norm.num_batches_tracked"] == NUM_STEPS

@@ -35,6 +35,8 @@ from tests.pipeline.training import (
     poison,
     short_warm_up,
     train,
+    train_alike,
+    train_both,
 )
 from tests.torchrec.two_ranks import collection_of, make_model
 from torchrec_jagged_attn import EncoderConfig
@@ -57,12 +59,8 @@ def varied_batches(**options: Any) -> Iterator[Batch]:
 
 def train_varied(
     model: str, optimizer: str, device: torch.device, batches: Callable[[], Iterator[Batch]]
-) -> list[Run]:
-    runs = []
-    for pipeline_type in PIPELINES:
-        sharding = {"optimizer": optimizer}
-        pipeline = make_pipeline(device, MODELS[model](), pipeline_type, sharding=sharding)
-        runs.append(train(pipeline, batches()))
+) -> tuple[Run, Run]:
+    runs = train_both(device, MODELS[model], batches, sharding={"optimizer": optimizer})
     run = runs[1]
     assert len(run.losses) == NUM_STEPS
     overflows = int(model == "attention")  # the rows of bags are pooled
@@ -202,12 +200,7 @@ def learn_nothing(_: int, pipeline: Any) -> None:
 def train_batches(device: torch.device, batches: list[Batch], **options: Any) -> Run:
     """By both pipelines, whose losses and weights must be equal."""
     with short_warm_up():
-        expected, run = (
-            train(make_pipeline(device, make_model(**options), pipeline_type), batches)
-            for pipeline_type in PIPELINES
-        )
-    assert_equal_on_cpu(run, expected, device)
-    return run
+        return train_alike(device, lambda: make_model(**options), lambda: batches)
 
 
 def batches_of_lengths(*lengths: int) -> list[Batch]:

@@ -3,7 +3,7 @@
 import functools
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from tests.pipeline.training import (
     OVERFLOW,
     PIPELINES,
     SHORT_WARM_UP,
+    Change,
     Run,
     ScaledBatch,
     WithLayer,
@@ -32,6 +33,7 @@ from tests.pipeline.training import (
     poison,
     short_warm_up,
     train,
+    train_both,
 )
 from tests.torchrec.two_ranks import assert_same_run, make_model, run_ranks
 from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
@@ -50,66 +52,62 @@ class AnySharding(EmbeddingBagCollectionSharder):
 
 
 MHA = {"side_by_side": False, "init": "mha"}
-WEIGHTED = {"is_weighted": True, "tags": PoolingType.SUM}
-SHARDED_BAGS = {"t_user": ROW_WISE, "t_tag": COLUMN_WISE}
+
+
+class Case(NamedTuple):
+    """Options of ``make_model`` (None: a DLRM that pools), and how its tables are sharded."""
+
+    model: dict[str, Any] | None
+    sharding: dict[str, Any]
+    batch: dict[str, Any] = {}  # noqa: RUF012
+    pipeline: dict[str, Any] = {}  # noqa: RUF012
+
+
+BY_ROW = {"sharding": ROW_WISE}
+CANDIDATES = {"candidates": CANDIDATE_COUNTS}
 GPU_CASES = ["data-parallel histories"]  # FBGEMM has no lookup of their rows on a CPU
-Model = Callable[[], nn.Module]
-# The model, how its tables are sharded and learn, and options of batches and of the pipeline.
-CASES: dict[str, tuple[Model, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "bags by table": (make_dlrm, {"bags": TABLE_WISE}, {}, {}),
-    "bags by row": (make_dlrm, {"sharding": ROW_WISE, "bags": ROW_WISE}, {}, {}),
-    "bags by column": (
-        make_dlrm,
-        {"sharding": COLUMN_WISE, "bags": COLUMN_WISE, "optimizer": "Adagrad"},
-        {},
-        {},
+CPU_CASES = ["dropout"]  # graphs draw other numbers
+CASES = {
+    "bags by table": Case(None, {"bags": TABLE_WISE}),
+    "bags by row": Case(None, BY_ROW | {"bags": ROW_WISE}),
+    "bags by column": Case(
+        None, {"sharding": COLUMN_WISE, "bags": COLUMN_WISE, "optimizer": "Adagrad"}
     ),
-    "data-parallel bags": (
-        make_dlrm,
-        {"others": {"t_tag": DATA_PARALLEL, "t_item": ROW_WISE}, "replicated": ["t_tag"]},
-        {},
-        {},
+    "data-parallel bags": Case(
+        None, {"others": {"t_tag": DATA_PARALLEL, "t_item": ROW_WISE}, "replicated": ["t_tag"]}
     ),
-    "by table": (
-        functools.partial(make_model, **MHA, value_projection=True),
-        {"optimizer": "Adagrad"},
-        {},
-        {},
+    "by table": Case(MHA | {"value_projection": True}, {"optimizer": "Adagrad"}),
+    "by row": Case(
+        MHA,
+        BY_ROW
+        | {"optimizer": "RowWiseAdagrad", "others": {"t_user": ROW_WISE, "t_tag": COLUMN_WISE}},
     ),
-    "by row": (
-        functools.partial(make_model, **MHA),
-        {"sharding": ROW_WISE, "optimizer": "RowWiseAdagrad", "others": SHARDED_BAGS},
-        {},
-        {},
+    "by row, default attention": Case({}, BY_ROW),
+    "data-parallel histories": Case(
+        MHA, {"others": {"t_cat": DATA_PARALLEL}, "replicated": ["t_cat"]}
     ),
-    "by row, default attention": (make_model, {"sharding": ROW_WISE}, {}, {}),
-    "data-parallel histories": (
-        functools.partial(make_model, **MHA),
-        {"others": {"t_cat": DATA_PARALLEL}, "replicated": ["t_cat"]},
-        {},
-        {},
+    "single lookup, several shardings": Case(
+        MHA | {"single_lookup": True, "single_id_features": ["user"]},
+        BY_ROW
+        | {
+            "others": {"t_cat": TABLE_WISE, "t_tag": ROW_WISE, "t_user": DATA_PARALLEL},
+            "replicated": ["t_user"],
+        },
     ),
-    "single lookup by row": (
-        functools.partial(make_model, **MHA, single_lookup=True, single_id_features=["user"]),
-        {"sharding": ROW_WISE},
-        {},
-        {},
+    "single lookup by row, weights": Case(
+        MHA | {"single_lookup": True, "is_weighted": True}, BY_ROW, {"is_weighted": True}
     ),
-    "encoder": (
-        functools.partial(make_model, encoder=EncoderConfig(user_embedding=True)),
-        {"sharding": ROW_WISE},
-        {},
-        {},
+    "encoder by row": Case({"encoder": EncoderConfig(user_embedding=True)}, BY_ROW),
+    "encoder by table": Case(MHA | {"encoder": EncoderConfig()}, {}),
+    "silu": Case(MHA | {"score": "silu", "value_projection": True}, BY_ROW),
+    "dropout": Case(MHA | {"dropout": 0.4}, BY_ROW),
+    "jagged candidates by row": Case(
+        MHA | {"candidates": "jagged", "value_projection": True}, BY_ROW, CANDIDATES
     ),
-    "jagged candidates": (
-        functools.partial(make_model, **MHA, candidates="jagged"),
-        {"sharding": ROW_WISE},
-        {"candidates": CANDIDATE_COUNTS},
-        {},
-    ),
-    "max_history, weights": (
-        functools.partial(make_model, **MHA, **WEIGHTED, max_history=4),
-        {"sharding": ROW_WISE, "optimizer": "RowWiseAdagrad"},
+    "jagged candidates by table": Case(MHA | {"candidates": "jagged"}, {}, CANDIDATES),
+    "max_history, weights": Case(
+        MHA | {"max_history": 4, "is_weighted": True, "tags": PoolingType.SUM},
+        BY_ROW | {"optimizer": "RowWiseAdagrad"},
         {"is_weighted": True},
         {"pipeline_postproc": True},
     ),
@@ -129,26 +127,28 @@ def make_pipeline(
     return training.make_pipeline(device, model, pipeline_type, sharding=sharding, **options)
 
 
-def train_case(device: torch.device, case: str) -> list[Run]:
-    """With both pipelines; static tensors are NaN before each step."""
-    model, sharding, batch, options = CASES[case]
-    sharding = {"sharding": TABLE_WISE} | sharding
-    runs = []
-    for pipeline_type in PIPELINES:
-        pipeline = make_pipeline(device, model(), pipeline_type, sharding, **options)
-        batches = (make_batch(step, dist.get_rank(), **batch) for step in range(NUM_STEPS))
-        runs.append(train(pipeline, batches, poison))
-    return runs
+def train_batches(
+    device: torch.device,
+    batches: list[Any],
+    *changes: Change,
+    model: Callable[[], nn.Module] = functools.partial(make_model, **MHA),  # noqa: B008
+    **options: Any,
+) -> tuple[Run, Run]:
+    """With both pipelines."""
+    return train_both(device, model, lambda: batches, *changes, make=make_pipeline, **options)
 
 
-def train_changed(device: torch.device, change: Callable[[int, Any], None]) -> list[Run]:
-    """With both pipelines, and a ``change`` between steps."""
-    runs = []
-    for pipeline_type in PIPELINES:
-        pipeline = make_pipeline(device, pipeline_type=pipeline_type)
-        batches = (make_batch(step, dist.get_rank()) for step in range(NUM_STEPS))
-        runs.append(train(pipeline, batches, change))
-    return runs
+def make_batches(num_steps: int = NUM_STEPS, **options: Any) -> list[Any]:
+    return [make_batch(step, dist.get_rank(), **options) for step in range(num_steps)]
+
+
+def train_case(device: torch.device, name: str) -> tuple[Run, Run]:
+    """Static tensors are NaN before each step."""
+    case = CASES[name]
+    model = make_dlrm if case.model is None else functools.partial(make_model, **case.model)
+    sharding = {"sharding": TABLE_WISE} | case.sharding
+    options = {"model": model, "sharding": sharding, **case.pipeline}
+    return train_batches(device, make_batches(**case.batch), poison, **options)
 
 
 def move_weights_of_a_rank(step: int, pipeline: Any) -> None:
@@ -171,38 +171,32 @@ SMALL_TABLES = {"3 and 2 rows": 5, "1 row and none": 1}
 """The number of categories, whose rows are on two ranks."""
 
 
-def train_small_table(device: torch.device, num_cats: int) -> list[Run]:
-    """With both pipelines; FBGEMM checks all ids."""
-    fused_params = {"bounds_check_mode": BoundsCheckMode.FATAL}
-    runs = []
-    for pipeline_type in PIPELINES:
+def train_small_table(device: torch.device, num_cats: int) -> tuple[Run, Run]:
+    """FBGEMM checks all ids."""
+
+    def make(device: torch.device, model: nn.Module, pipeline_type: type) -> Any:
+        fused_params = {"bounds_check_mode": BoundsCheckMode.FATAL}
         sharders = [
             HistoryEmbeddingCollectionSharder(fused_params=dict(fused_params)),
             AnySharding(fused_params=dict(fused_params)),
         ]
-        model = make_model(**MHA, single_lookup=True, rows={"t_cat": num_cats})
-        pipeline = make_pipeline(device, model, pipeline_type, {"sharders": sharders})
-        batches = (
-            make_batch(step, dist.get_rank(), num_cats=num_cats) for step in range(NUM_STEPS)
-        )
-        runs.append(train(pipeline, batches))
-    return runs
+        return make_pipeline(device, model, pipeline_type, {"sharders": sharders})
+
+    model = functools.partial(make_model, **MHA, single_lookup=True, rows={"t_cat": num_cats})
+    batches = make_batches(num_cats=num_cats)
+    return train_both(device, model, lambda: batches, make=make)
 
 
-def make_scaled(step: int, scale: float = 1.0, **options: Any) -> ScaledBatch:
-    return ScaledBatch(**vars(make_batch(step, dist.get_rank(), **options)), scale=scale)
-
-
-def train_batches(device: torch.device, per_rank: list[list[dict[str, Any]]]) -> list[Run]:
-    """With both pipelines, on batches with the options of each rank and step."""
-    options = per_rank[dist.get_rank()]
-    runs = []
-    for pipeline_type in PIPELINES:
-        # TorchRec's row-wise tables cannot pool a batch without samples on a GPU.
-        pipeline = make_pipeline(device, None, pipeline_type, {"bags": TABLE_WISE})
-        batches = (make_scaled(step, **x) for step, x in enumerate(options))
-        runs.append(train(pipeline, batches))
-    return runs
+def train_misfits(device: torch.device, per_rank: list[list[dict[str, Any]]]) -> tuple[Run, Run]:
+    """On batches with the options of each rank and step."""
+    batches = []
+    for step, options in enumerate(per_rank[dist.get_rank()]):
+        scale = options.get("scale", 1.0)
+        others = {name: x for name, x in options.items() if name != "scale"}
+        batch = make_batch(step, dist.get_rank(), **others)
+        batches.append(ScaledBatch(**vars(batch), scale=scale))
+    # TorchRec's row-wise tables cannot pool a batch without samples on a GPU.
+    return train_batches(device, batches, sharding={"bags": TABLE_WISE})
 
 
 def with_misfits(num_steps: int, misfit: dict[str, Any], *steps: int) -> list[dict[str, Any]]:
@@ -271,8 +265,7 @@ def error_of(train: Callable[[], Any]) -> str:
 
 def train_layer(device: torch.device, layer: nn.Module) -> str:
     pipeline = make_pipeline(device, WithLayer(make_model(**MHA), layer))
-    batches = [make_batch(step, dist.get_rank()) for step in range(5)]
-    return error_of(lambda: train(pipeline, batches))
+    return error_of(lambda: train(pipeline, make_batches(5)))
 
 
 def train_with_hook_on_a_rank(device: torch.device) -> str:
@@ -284,29 +277,28 @@ def train_with_hook_on_a_rank(device: torch.device) -> str:
             parameter.register_hook(lambda x: x)
 
     pipeline = make_pipeline(device)
-    batches = [make_batch(step, dist.get_rank()) for step in range(NUM_STEPS)]
-    return error_of(lambda: train(pipeline, batches, change))
+    return error_of(lambda: train(pipeline, make_batches(), change))
 
 
 def train_torchrec_sharder(device: torch.device) -> str:
     sharders = [EmbeddingCollectionSharder(), AnySharding()]
     pipeline = make_pipeline(device, sharding={"sharders": sharders})
-    return error_of(lambda: train(pipeline, [make_batch(0, dist.get_rank())]))
+    return error_of(lambda: train(pipeline, make_batches(1)))
 
 
 def on_each_rank(device: torch.device) -> dict[str, Any]:
     """Results by name, or why there are none."""
     functions: dict[str, Callable[[], Any]] = {}
     for case in CASES:
-        if case in GPU_CASES and device.type == "cpu":
+        if case in (GPU_CASES if device.type == "cpu" else CPU_CASES):
             continue
         functions[case] = functools.partial(train_case, device, case)
     for name, per_rank in MISFITS.items():
-        functions[name] = functools.partial(train_batches, device, per_rank)
+        functions[name] = functools.partial(train_misfits, device, per_rank)
     for order in ORDERS:
         functions[order] = functools.partial(train_epochs, device, order)
     for name, change in CHANGES.items():
-        functions[name] = functools.partial(train_changed, device, change)
+        functions[name] = lambda change=change: train_batches(device, make_batches(), change)
     for name, num_cats in SMALL_TABLES.items():
         functions[name] = functools.partial(train_small_table, device, num_cats)
     functions["hook"] = lambda: train_with_hook_on_a_rank(device)
@@ -343,8 +335,8 @@ def results_of(ranks: OnRanks, name: str) -> list[Any]:
     "case", [pytest.param(x, marks=pytest.mark.gpu if x in GPU_CASES else ()) for x in CASES]
 )
 def test_trains_alike(ranks: OnRanks, backend: str, case: str):
-    if case in GPU_CASES and backend == "gloo":
-        pytest.skip("needs a lookup that FBGEMM has on GPUs alone")
+    if case in (GPU_CASES if backend == "gloo" else CPU_CASES):
+        pytest.skip(f"not with {backend}")
     for expected, run in results_of(ranks, case):
         assert run.eager_steps == {"warm-up": SHORT_WARM_UP}
         assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP

@@ -255,6 +255,37 @@ def train(
     return finish(pipeline, losses)
 
 
+def train_both(
+    device: torch.device,
+    model: Callable[[], nn.Module],
+    batches: Callable[[], Iterable[Any]],
+    *changes: Change,
+    make: Callable[..., Any] = make_pipeline,
+    context: Callable[[int], Any] = contextlib.nullcontext,
+    **options: Any,
+) -> tuple[Run, Run]:
+    """Train with TorchRec's pipeline and with ``TrainPipelineCudaGraph``."""
+    expected, run = (
+        train(make(device, model(), x, **options), batches(), *changes, context=context)
+        for x in PIPELINES
+    )
+    return expected, run
+
+
+def train_alike(
+    device: torch.device,
+    model: Callable[[], nn.Module],
+    batches: Callable[[], Iterable[Any]],
+    *changes: Change,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Run:
+    """Train with both pipelines, assert equal results and return the run of the captured one."""
+    expected, run = train_both(device, model, batches, *changes, **options)
+    assert_equal_on_cpu(run, expected, device, dtype)
+    return run
+
+
 def finish(pipeline: Any, losses: list[Tensor]) -> Run:
     optimizer = pipeline._optimizer.state_dict()
     return Run(
