@@ -18,7 +18,7 @@ class Case:
     """A named shape.
 
     Args:
-        name: what tests and benchmarks call it.
+        name: its name in tests and benchmarks.
         batch_size: ``B``.
         max_length: longest history that ``lengths`` may draw, in rows.
         num_heads: ``H``.

@@ -1,4 +1,4 @@
-"""Fewer cases than all combinations of what is asked."""
+"""Fewer cases than all combinations of parameters."""
 
 import itertools
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Loads what tests share, and imports no PyTorch in a process that only hands tests out."""
+"""Loads shared fixtures, and imports no PyTorch in a process that only distributes tests."""
 
 import gc
 

@@ -23,9 +23,9 @@ from torchrec_jagged_attn.ops.target_attention.kernels import attention
 
 if knobs.runtime.interpret:
     quick_interpreter.install()
-    # It takes as long for what a block has beyond the last sample; and few samples fill these.
+    # The interpreter also computes masked elements; small blocks have few of them.
     tile_list.SCAN = 256
-    # Fewer programs: those of a class of lengths go through all samples, and others just add up.
+    # Fewer programs.
     tile_list.CLASSES, attention.SUMMED_COLUMNS = 4, 64
 
 # MKL may round a product by where its operands lie in memory, unless it is told not to.
@@ -47,7 +47,7 @@ LONG_FIRST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what this run has not the means for, so that a skip means something."""
+    """Deselect the tests that this machine cannot run."""
     missing = {"reference" if knobs.runtime.interpret else "interpreter"}
     if not torch.cuda.is_available():
         missing.add("gpu")
@@ -58,14 +58,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays, and takes a third of a second to look through."""
+    """Exclude imported modules and collected tests from garbage collection, which is slow."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop() -> Iterator[None]:
-    """Nothing has run yet: what is forked is as a process that has imported the same."""
+    """Start the fork server before any test has run."""
     if start_method() == "forkserver" and sys.platform == "linux":  # elsewhere, threads forbid it
         fork_server()
     return (yield)
@@ -110,7 +110,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def hopper(request):
     """A device and the modules of kernels in Gluon launched there, where those for Hopper run.
 
-    The modules are ``None`` on a GPU, which may be any: what comes out is the same.
+    The modules are ``None`` on a GPU.
     """
     if request.param == "gpu":
         yield torch.device("cuda"), None
@@ -156,7 +156,7 @@ def path(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @contextlib.contextmanager
 def sync_debug_mode(mode: str) -> Iterator[None]:
-    """While it is open, what waits for the GPU raises ("error") or warns ("warn")."""
+    """A context in which synchronization with the GPU raises ("error") or warns ("warn")."""
     torch.cuda.set_sync_debug_mode(mode)
     try:
         yield

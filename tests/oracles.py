@@ -14,15 +14,15 @@ from torch import Tensor
 
 
 class ScoreBiases(NamedTuple):
-    """What is added to the scores of ``N`` rows. Oracles take it by keywords, as the ops do.
+    """Biases of the scores of ``N`` rows, keyword arguments of oracles and ops.
 
     Attributes:
         bias: ``[N, H]``.
         position_bias: ``[P, H]``, by the bucket of a row's position from the end of its sample.
         age_bias: ``[A, H]``, by the bucket of a row's age.
-        timestamps: ``[N]``, of which the ages are taken.
+        timestamps: ``[N]``, times of the events.
         request_time: ``[B]``, which ages are counted from; by default the newest row's time.
-        prior_weights: ``[N]``, of which the logarithms are added.
+        prior_weights: ``[N]``, whose logarithms are added.
     """
 
     bias: Tensor | None = None
@@ -34,10 +34,10 @@ class ScoreBiases(NamedTuple):
 
 
 def weight_factors(dropout: Tensor, r: Tensor, n: Tensor) -> Tensor:
-    """``[R, N]`` fp64: what weights of query rows ``r`` and history rows ``n`` are multiplied with.
+    """``[R, N]`` fp64: factors of the weights of query rows ``r`` and history rows ``n``.
 
     Query rows are rows times heads, in this order. ``dropout`` is ``[2]`` int64, as of
-    ``draw_dropout``. int64 products wrap; masks make shifts and bits those of unsigned numbers.
+    ``draw_dropout``. int64 products wrap; masks make shifts unsigned.
     """
     seed, threshold = dropout.unbind()
     x = seed + (r + 1) * -7046029254386353131  # SplitMix64
@@ -66,7 +66,7 @@ def target_attention_oracle(
     """``jagged_target_attention``: flash attention with a query for each target, whose heads share
     the rows of the history; give it fp64 tensors.
 
-    ``weight_factors``, ``[B · T, H, N]`` or ``[ΣT, H, N]``, are what weights are multiplied with.
+    ``weight_factors``, ``[B · T, H, N]`` or ``[ΣT, H, N]``, are factors of weights.
     ``return_lse`` asks for the logarithms of the softmax's sums, too.
     """
     shape, added = query.shape, ScoreBiases(**biases)
@@ -173,7 +173,7 @@ def flash_attention_oracle(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``jagged_flash_attention`` by PyTorch's SDPA on each sample; give it fp64 tensors.
 
-    ``weight_factors``, ``[ΣLq, H, ΣLk]``, are what weights are multiplied with: those of a softmax.
+    ``weight_factors``, ``[ΣLq, H, ΣLk]``, are factors of the weights of the softmax.
     """
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     bias, left = _bias_of_rows(kv_offsets, ScoreBiases(**biases), q.dtype)

@@ -4,8 +4,8 @@ A rounding changes a number ``x`` by ``δ · x``, ``|δ| ≤ u``, which is half 
 whatever the others do. To first order the error of a result is ``Σ aᵢ δᵢ``. It exceeds
 ``λ · u · √(Σ aᵢ²)`` with a probability below ``2 exp(-λ² / 2)`` (Hoeffding's inequality).
 :class:`RoundingErrors` computes ``u² · Σ aᵢ²`` for each element of an oracle's output and
-gradients. It allows for what implementations do differently, the order of sums and the precision
-of what is between their operators:
+gradients. Implementations may differ in the order of sums and in the precision of intermediate
+results:
 
 - Each result is rounded to the dtype tested.
 - Both operands of a matrix product are rounded to that dtype, or truncated where it is TF32.
@@ -15,7 +15,7 @@ of what is between their operators:
   So the error grows with the root of the number of terms. Only where terms are equal,
   ``ρ = s² / (n · Σt²)`` is 1, may all roundings be alike: ``ρ · (u · n · s / 2)²``, up to the worst
   case, is added without ``λ``.
-- Errors of terms that are summed may have a common cause, so they add up. Those of the operands of
+- Errors of terms that are summed may have a common cause, so they add up. Errors of the operands of
   a matrix product count as independent.
 
 Source:
@@ -62,7 +62,7 @@ class RoundingErrors(TorchDispatchMode):
         self.unit_of_products = 2**-10 if is_tf32 else self.unit
         # By storage: a view of a tensor has a view of its errors, and sees changes in place.
         self._of_storage: dict[int, tuple[StorageWeakRef, Tensor]] = {}
-        self._kept = 64  # storages, after which those of tensors that are gone are dropped
+        self._kept = 64  # number of storages after which expired ones are dropped
         self._entered = []
 
     def __enter__(self) -> RoundingErrors:
@@ -91,11 +91,11 @@ class RoundingErrors(TorchDispatchMode):
         return entry and entry[1].as_strided(x.shape, x.stride(), x.storage_offset())
 
     def rounded(self, out: Tensor) -> Tensor:
-        """What rounding ``out`` to the dtype adds to its :meth:`squares`."""
+        """Errors of rounding ``out`` to the dtype, added to its :meth:`squares`."""
         return out.square().mul_(self.unit**2).add_(self.least**2).nan_to_num_(0, 0, 0)
 
     def summed(self, num_terms: Tensor | float, out: Tensor, squares: Tensor) -> Tensor:
-        """What the partial sums of ``out`` add to its :meth:`squares`; given those of the terms."""
+        """Errors of the partial sums of ``out``, of terms with ``squares``."""
         out2 = out.square()
         alike = out2 / squares.clamp(min=1e-300) / (2 * DEVIATIONS) ** 2
         return (out2 * (alike + 1 / 3)).add_(squares, alpha=1 / 6) * (
@@ -126,8 +126,8 @@ class RoundingErrors(TorchDispatchMode):
         elif name in RULES:
             squares = RULES[name](self, func, out, *args, **kwargs)
             squares = squares if isinstance(squares, tuple) else [squares]
-            for x, of_x in zip(filter(_is_tracked, outs), squares, strict=True):
-                self._set(x, of_x)
+            for x, x_errors in zip(filter(_is_tracked, outs), squares, strict=True):
+                self._set(x, x_errors)
         else:
             raise NotImplementedError(f"{func} has no rule in {__name__}")
         return out
@@ -138,18 +138,18 @@ class RoundingErrors(TorchDispatchMode):
             return None
         numbers = (int, float) if func._schema.name in WITH_NUMBERS else ()
 
-        def of(x: Any) -> Any:
+        def convert(x: Any) -> Any:
             if _is_tracked(x):
                 squares = self.squares(x)
                 return torch.zeros_like(x) if squares is None else squares
             if isinstance(x, (tuple, list)):
-                return [of(y) if _is_tracked(y) else y for y in x]
+                return [convert(y) if _is_tracked(y) else y for y in x]
             return 0 if isinstance(x, numbers) else x
 
-        return func(*map(of, args), **{name: of(x) for name, x in kwargs.items()})
+        return func(*map(convert, args), **{name: convert(x) for name, x in kwargs.items()})
 
     def _write(self, func: Any, name: str, into: Tensor, args: tuple, kwargs: dict) -> Tensor:
-        """Write into a tensor what the operator that returns a new one returns."""
+        """Run an operator in place by its variant that returns a new tensor."""
         if not _is_tracked(into):
             return func(*args, **kwargs)
         if name in FILLS:
@@ -178,9 +178,9 @@ class RoundingErrors(TorchDispatchMode):
                 self._of_storage[storage._cdata] = reference, squares.expand(x.shape).reshape(-1)
                 return
             self._of_storage[storage._cdata] = reference, x.new_zeros(size)
-        of_x = self.squares(x)
-        assert of_x is not None
-        of_x.copy_(torch.as_tensor(squares))
+        x_errors = self.squares(x)
+        assert x_errors is not None
+        x_errors.copy_(torch.as_tensor(squares))
 
 
 def _unit(dtype: torch.dtype) -> tuple[float, float]:
@@ -234,7 +234,7 @@ def _rule(*names: str) -> Callable:
 
 
 def _total(*terms: Tensor | None) -> Tensor:
-    """The sum of what is not ``None``."""
+    """The sum of the terms that are not ``None``."""
     return functools.reduce(torch.add, [term for term in terms if term is not None])
 
 
@@ -255,22 +255,22 @@ def _neg(errors, func, out, x):
 
 @_rule("mul")
 def _mul(errors, func, out, a, b):
-    of_a, of_b = _times(errors.squares(a), b), _times(errors.squares(b), a)
-    return _total(of_a, of_b, errors.rounded(out))
+    a_errors, b_errors = _times(errors.squares(a), b), _times(errors.squares(b), a)
+    return _total(a_errors, b_errors, errors.rounded(out))
 
 
 @_rule("div")
 def _div(errors, func, out, a, b, **_):
-    of_a, of_b = errors.squares(a), _times(errors.squares(b), out)
-    divided = None if of_a is None and of_b is None else _total(of_a, of_b) / b**2
+    a_errors, b_errors = errors.squares(a), _times(errors.squares(b), out)
+    divided = None if a_errors is None and b_errors is None else _total(a_errors, b_errors) / b**2
     return _total(divided, errors.rounded(out))
 
 
 @_rule("addcmul")
 def _addcmul(errors, func, out, x, a, b, value=1):
-    of_a, of_b = _times(errors.squares(a), b * value), _times(errors.squares(b), a * value)
+    a_errors, b_errors = _times(errors.squares(a), b * value), _times(errors.squares(b), a * value)
     rounded = errors.rounded(a * b * value)
-    return _total(errors.squares(x), of_a, of_b, rounded, errors.rounded(out))
+    return _total(errors.squares(x), a_errors, b_errors, rounded, errors.rounded(out))
 
 
 @_rule("pow")
@@ -307,7 +307,7 @@ EXPONENTIAL = {
     "sigmoid": lambda x, y: y * (1 - y),
     "silu": lambda x, y: torch.sigmoid(x) * (1 + x * torch.sigmoid(-x)),
 }
-"""Derivatives of what takes a power, whose exponent is rounded."""
+"""Derivatives of operators with an exponential, whose argument is rounded."""
 for _name, _slope in EXPONENTIAL.items():
 
     def _exponential(errors, func, out, x, *args, slope=_slope, **_):
@@ -320,28 +320,30 @@ for _name, _slope in EXPONENTIAL.items():
 
 
 def _of_small_sigmoid(errors: RoundingErrors, factor: Tensor) -> Tensor:
-    """What it adds that a sigmoid below the least number may be zero when ``factor`` comes."""
+    """Error of ``factor`` times a sigmoid that underflows to zero."""
     return (factor * errors.least).square_().nan_to_num_(0, 0, 0)
 
 
 @_rule("silu")
-def _silu(errors, func, out, x, of_power=RULES["silu"]):
-    return of_power(errors, func, out, x) + _of_small_sigmoid(errors, x)
+def _silu(errors, func, out, x, power_rule=RULES["silu"]):
+    return power_rule(errors, func, out, x) + _of_small_sigmoid(errors, x)
 
 
 @_rule("gelu")
 def _gelu(errors, func, out, x, **_):
-    of_x = _total(errors.squares(x), (x * errors.unit_of_sums).square_())
+    x_errors = _total(errors.squares(x), (x * errors.unit_of_sums).square_())
     # 1 + erf(x) loses bits where x is negative.
-    return of_x * _gelu_slope(x) ** 2 + (x * errors.unit_of_sums).square_() + errors.rounded(out)
+    return (
+        x_errors * _gelu_slope(x) ** 2 + (x * errors.unit_of_sums).square_() + errors.rounded(out)
+    )
 
 
 @_rule("sigmoid_backward")
 def _sigmoid_backward(errors, func, out, grad, y):
-    of_grad = _times(errors.squares(grad), y * (1 - y))
-    of_y = _times(errors.squares(y), grad * (1 - 2 * y))
+    grad2 = _times(errors.squares(grad), y * (1 - y))
+    y_errors = _times(errors.squares(y), grad * (1 - 2 * y))
     # 1 - y loses bits where y is close to one.
-    return _total(of_grad, of_y, errors.rounded(grad * y), errors.rounded(out))
+    return _total(grad2, y_errors, errors.rounded(grad * y), errors.rounded(out))
 
 
 @_rule("silu_backward")
@@ -350,29 +352,29 @@ def _silu_backward(errors, func, out, grad, x):
     slope = s * (1 + x * (1 - s))
     second = s * (1 - s) * (2 + x * (1 - 2 * s))
     rounded = (x.abs() * errors.unit_of_sums).square_()
-    of_x = _total(errors.squares(x), rounded) * (grad * second) ** 2
+    x_errors = _total(errors.squares(x), rounded) * (grad * second) ** 2
     parts = errors.rounded(grad * s * (1 + x.abs())) + _of_small_sigmoid(errors, grad * x)
-    return _total(_times(errors.squares(grad), slope), of_x, parts, errors.rounded(out))
+    return _total(_times(errors.squares(grad), slope), x_errors, parts, errors.rounded(out))
 
 
 @_rule("gelu_backward")
 def _gelu_backward(errors, func, out, grad, x, **_):
     density = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
-    of_x = _times(errors.squares(x), grad * density * (2 - x.square()))
-    of_grad = _times(errors.squares(grad), _gelu_slope(x))
-    return _total(of_x, of_grad, errors.rounded(grad * (1 + x.abs())))
+    x_errors = _times(errors.squares(x), grad * density * (2 - x.square()))
+    grad2 = _times(errors.squares(grad), _gelu_slope(x))
+    return _total(x_errors, grad2, errors.rounded(grad * (1 + x.abs())))
 
 
 @_rule("mm", "bmm", "mv")
 def _product(errors, func, out, a, b):
-    of_a, of_b = errors.squares(a), errors.squares(b)
+    a_errors, b_errors = errors.squares(a), errors.squares(b)
     a2, b2 = a.square(), b.square()
     squares = func(a2, b2)
-    of_operands = (2 * squares + out.square()) * errors.unit_of_products**2
+    operand_errors = (2 * squares + out.square()) * errors.unit_of_products**2
     return _total(
-        None if of_a is None else func(of_a, b2),
-        None if of_b is None else func(a2, of_b),
-        of_operands.add_(errors.least**2),
+        None if a_errors is None else func(a_errors, b2),
+        None if b_errors is None else func(a2, b_errors),
+        operand_errors.add_(errors.least**2),
         errors.summed(a.shape[-1], out, squares),
     )
 
@@ -380,15 +382,15 @@ def _product(errors, func, out, a, b):
 @_rule("addmm", "baddbmm")
 def _add_product(errors, func, out, x, a, b, beta=1, alpha=1):
     packet = torch.ops.aten.mm if func._schema.name == "aten::addmm" else torch.ops.aten.bmm
-    of_product = _product(errors, packet, packet(a, b), a, b)
-    return _total(_times(errors.squares(x), beta), of_product * alpha**2, errors.rounded(out))
+    product2 = _product(errors, packet, packet(a, b), a, b)
+    return _total(_times(errors.squares(x), beta), product2 * alpha**2, errors.rounded(out))
 
 
 @_rule("sum", "mean", "index_add", "index_put", "embedding_dense_backward")
 def _sum(errors, func, out, x, *args, **kwargs):
     """Sums of some elements: ``func`` is linear in the terms, whose errors may be the same."""
 
-    def of(convert: Callable[[Tensor], Tensor]) -> Tensor:
+    def apply(convert: Callable[[Tensor], Tensor]) -> Tensor:
         some = [convert(y) if _is_tracked(y) else y for y in (x, *args)]
         return func(*some, **kwargs)
 
@@ -399,11 +401,11 @@ def _sum(errors, func, out, x, *args, **kwargs):
         squares = errors.squares(x)
         return torch.zeros_like(x) if squares is None else squares.sqrt()
 
-    squares, num_terms = of(torch.square), of(torch.ones_like)
+    squares, num_terms = apply(torch.square), apply(torch.ones_like)
     if func._schema.name == "aten::mean":
         number = x.numel() / max(out.numel(), 1)
         squares, num_terms = squares / number, number
-    return of(deviations).square() + errors.summed(num_terms, out, squares) + errors.rounded(out)
+    return apply(deviations).square() + errors.summed(num_terms, out, squares) + errors.rounded(out)
 
 
 @_rule("native_layer_norm")
@@ -425,8 +427,8 @@ def _layer_norm_backward(errors, func, out, grad, x, shape, mean, scale, weight,
     rows = [i for i in range(x.dim()) if i not in dims]
     with errors:
         y = (x - mean) * scale
-        of_y = grad if weight is None else grad * weight
-        left = of_y - of_y.mean(dims, keepdim=True) - y * (of_y * y).mean(dims, keepdim=True)
+        y_grad = grad if weight is None else grad * weight
+        left = y_grad - y_grad.mean(dims, keepdim=True) - y * (y_grad * y).mean(dims, keepdim=True)
         found = left * scale, (grad * y).sum(rows), grad.sum(rows)
     return tuple(errors.squares(x) for x, wanted in zip(found, mask, strict=True) if wanted)
 
@@ -436,20 +438,22 @@ def _softmax(errors, func, p, x, dim, *_, **__):
     """``p · (δ - Σ p δ)``, of errors δ of scores, and of the sum of powers."""
     p2, num_terms = p.square(), x.shape[dim] if x.dim() else 1
     below = (x - x.amax(dim, keepdim=True)).nan_to_num_(0, 0, 0)
-    of_x = _total(errors.squares(x), (below * errors.unit_of_sums).square_()).nan_to_num_(0, 0, 0)
-    shared = (p2 * of_x).sum(dim, keepdim=True)
+    x_errors = _total(errors.squares(x), (below * errors.unit_of_sums).square_()).nan_to_num_(
+        0, 0, 0
+    )
+    shared = (p2 * x_errors).sum(dim, keepdim=True)
     shared = shared + errors.unit_of_sums**2 * num_terms / 2
-    return p2 * (of_x + shared) + errors.rounded(p)
+    return p2 * (x_errors + shared) + errors.rounded(p)
 
 
 @_rule("_softmax_backward_data")
 def _softmax_backward(errors, func, out, grad, p, dim, *_):
     """``p · (g - Σ p g)``."""
-    of_grad, of_p = errors.squares(grad), errors.squares(p)
+    grad2, p_errors = errors.squares(grad), errors.squares(p)
     terms, num_terms = p * grad, p.shape[dim] if p.dim() else 1
     mean, squares = terms.sum(dim, keepdim=True), terms.square().sum(dim, keepdim=True)
-    of_terms = _total(_times(of_grad, p), _times(of_p, grad), errors.rounded(terms))
-    of_mean = of_terms.sum(dim, keepdim=True) + errors.summed(num_terms, mean, squares)
-    of_mean = of_mean + errors.rounded(mean)
-    of_left = _total(of_grad, of_mean, errors.rounded(grad - mean))
-    return _total(of_left * p.square(), _times(of_p, grad - mean), errors.rounded(out))
+    terms2 = _total(_times(grad2, p), _times(p_errors, grad), errors.rounded(terms))
+    mean2 = terms2.sum(dim, keepdim=True) + errors.summed(num_terms, mean, squares)
+    mean2 = mean2 + errors.rounded(mean)
+    left2 = _total(grad2, mean2, errors.rounded(grad - mean))
+    return _total(left2 * p.square(), _times(p_errors, grad - mean), errors.rounded(out))

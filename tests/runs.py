@@ -36,11 +36,11 @@ def assert_same_run(
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape} for {expected.shape}"
     if not actual.numel():
         return
-    of_sums = torch.promote_types(dtype, torch.float32)
-    units = [torch.finfo(x).eps / 2 for x in (dtype, of_sums)]
-    of_step = 2**0.5 * DEVIATIONS * (units[0] / num_terms**0.5 + units[1] * num_terms**0.5)
+    sum_dtype = torch.promote_types(dtype, torch.float32)
+    units = [torch.finfo(x).eps / 2 for x in (dtype, sum_dtype)]
+    step_error = 2**0.5 * DEVIATIONS * (units[0] / num_terms**0.5 + units[1] * num_terms**0.5)
     steps = torch.arange(1, actual.shape[-1] + 1) if num_steps is None else torch.tensor(num_steps)
-    bound = steps * of_step * expected.abs().clamp(min=1)
+    bound = steps * step_error * expected.abs().clamp(min=1)
     is_same = (actual == expected) | (actual.isnan() & expected.isnan())
     share = ((actual - expected).abs() / bound).masked_fill(is_same, 0).max().item()
     assert share <= 1, f"{name}: an error is {share:.3g} times its bound"

@@ -21,11 +21,11 @@ def assert_other_samples_never_matter(
     grad_out: Tensor,
     lengths: dict[str, list[int]],
 ) -> None:
-    """Assert that outputs and gradients repeat bit for bit, and that those of samples have the same
-    bits if the third one is NaN, and without the third one and in another order.
+    """Assert that repeated runs are bit-equal, and that samples keep their bits if the third one is
+    NaN, or if it is removed and the others are permuted.
 
-    ``lengths`` are the rows of each sample: of inputs by name, of ``"out"``, and those that offsets
-    divide. Gradients of other inputs are sums over samples, and only have to repeat.
+    ``lengths`` are the numbers of rows of each sample, by the name of an input, of offsets or
+    ``"out"``. Gradients of other inputs are sums over samples, and only have to repeat.
     """
 
     def rows_of(name: str, samples: list[int]) -> Tensor:
@@ -36,8 +36,8 @@ def assert_other_samples_never_matter(
     poisoned, fewer = dict(inputs), dict(inputs)
     for name in inputs.keys() & lengths.keys():
         if name.endswith("offsets"):
-            of_others = torch.tensor(lengths[name])[others]
-            fewer[name] = offsets_of(of_others, inputs[name].dtype, grad_out.device)
+            other_lengths = torch.tensor(lengths[name])[others]
+            fewer[name] = offsets_of(other_lengths, inputs[name].dtype, grad_out.device)
         else:
             fewer[name] = inputs[name][rows_of(name, others)]
             if inputs[name].is_floating_point():
@@ -50,9 +50,9 @@ def assert_other_samples_never_matter(
     for name, value in whole.items():
         assert torch.equal(again[name], value), f"{name} does not repeat"
         if name in lengths:
-            own = rows_of(name, others)
-            assert torch.equal(beside_nan[name][own], value[own]), f"{name} sees another sample"
-            assert torch.equal(alone[name], value[own]), f"{name} depends on the batch"
+            kept = rows_of(name, others)
+            assert torch.equal(beside_nan[name][kept], value[kept]), f"{name} sees another sample"
+            assert torch.equal(alone[name], value[kept]), f"{name} depends on the batch"
 
 
 def assert_rows_behind_never_matter(
@@ -66,7 +66,7 @@ def assert_rows_behind_never_matter(
     num_terms: int | None = None,
 ) -> None:
     """Assert that rows behind the last offset change no bit of outputs and gradients, and that
-    their own outputs are ``out_behind``, and their gradients zeros.
+    their kept outputs are ``out_behind``, and their gradients zeros.
 
     ``behind`` has the number of such rows, of inputs by name and of ``"out"``. They are NaN or, of
     integers, out of range; but ``finite`` ones are ones. With ``num_terms``, other outputs and
@@ -74,11 +74,11 @@ def assert_rows_behind_never_matter(
     depend on its number of rows.
     """
 
-    def check(name: str, value: Tensor, own: Tensor) -> None:
+    def check(name: str, value: Tensor, kept: Tensor) -> None:
         if num_terms is None:
-            assert torch.equal(value, own), f"{name} sees rows behind the last offset"
+            assert torch.equal(value, kept), f"{name} sees rows behind the last offset"
         else:
-            assert_same_run(value, own, num_terms=num_terms, name=name)
+            assert_same_run(value, kept, num_terms=num_terms, name=name)
 
     def extended(name: str, x: Tensor) -> Tensor:
         value = torch.nan if x.is_floating_point() else 255 if x.dtype == torch.uint8 else -(2**31)
@@ -86,13 +86,15 @@ def assert_rows_behind_never_matter(
         return torch.cat([x, x.new_full((behind.get(name, 0), *x.shape[1:]), value)])
 
     expected = outputs_and_gradients(function, inputs, grad_out)
-    more = {name: extended(name, x) if name in behind else x for name, x in inputs.items()}
+    extended_inputs = {
+        name: extended(name, x) if name in behind else x for name, x in inputs.items()
+    }
     more_grad_out = extended("out", grad_out)
-    for name, value in outputs_and_gradients(function, more, more_grad_out).items():
-        own = expected[name]
+    for name, value in outputs_and_gradients(function, extended_inputs, more_grad_out).items():
+        kept = expected[name]
         if name not in behind:
-            check(name, value, own)
+            check(name, value, kept)
             continue
-        check(name, value[: len(own)], own)
-        zeros = torch.zeros_like(value[len(own) :]) + (out_behind if name == "out" else 0.0)
-        assert torch.equal(value[len(own) :], zeros), f"{name} of rows behind the last offset"
+        check(name, value[: len(kept)], kept)
+        zeros = torch.zeros_like(value[len(kept) :]) + (out_behind if name == "out" else 0.0)
+        assert torch.equal(value[len(kept) :], zeros), f"{name} of rows behind the last offset"

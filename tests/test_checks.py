@@ -144,8 +144,8 @@ def test_integers_of_numpy_are_taken(name, argument):
         "history_dim": 8,
         "embed_dim": 8,
     }
-    for of_type in (np.int64, np.int32, np.uint8, np.int8):
-        call(name, **{argument: of_type(fitting.get(argument, 2))})
+    for convert in (np.int64, np.int32, np.uint8, np.int8):
+        call(name, **{argument: convert(fitting.get(argument, 2))})
 
 
 @pytest.mark.parametrize(("name", "argument"), NUMBERS)
@@ -155,6 +155,10 @@ def test_what_is_no_finite_number_is_refused(name, argument):
             call(name, **{argument: value})
     for value in (math.nan, math.inf, -math.inf, 10**400):
         with pytest.raises(ValueError, match=f"^{argument} must be .*, got {value}"):
+            call(name, **{argument: value})
+    is_attention = "dropout" in argument and (name, argument) != ("layer", "dropout")
+    for value in (-0.1, 1.0, 2) if is_attention else ():
+        with pytest.raises(ValueError, match=f"^{argument} must be at least 0 and below 1, got "):
             call(name, **{argument: value})
 
 

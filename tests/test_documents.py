@@ -1,4 +1,4 @@
-"""What the documents name is there."""
+"""Files, links and names in the documents exist."""
 
 import re
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_every_variable_of_the_package_has_its_row():
 
 
 def public_names() -> dict[str, set[str]]:
-    """By the module they are imported from: that of the package where it has them."""
+    """By module; names of the package itself are not repeated."""
     names = {torchrec_jagged_attn.__name__: set(torchrec_jagged_attn.__all__)}
     for module in (ops, data, semantic_ids, events):
         names[module.__name__] = set(module.__all__) - set(torchrec_jagged_attn.__all__)

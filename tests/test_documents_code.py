@@ -17,7 +17,7 @@ BLOCK = re.compile(
     r"(?:\n\n```text\n(?P<printed>.*?)^```$)?",
     re.M | re.S,
 )
-"""A block, the line above it, and what a block of text right below says that it prints."""
+"""A block, the line above it, and its expected output, a block of text right below."""
 NOT_RUN = "*Not run by the tests:"
 """How the line above a block begins that cannot run here; the rest of it says why."""
 

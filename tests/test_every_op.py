@@ -1,4 +1,4 @@
-"""What holds for every op that is public: strides, autocast, tensors without values, FLOPs."""
+"""All public ops: strides, autocast, tensors without values, FLOPs."""
 
 import contextlib
 import functools
@@ -112,7 +112,7 @@ def in_each_order(x):
 
 
 def assert_same(actual, expected):
-    """But for the order of sums, of which gradients of shared queries have the longest."""
+    """Up to the order of sums, which are longest in gradients of shared queries."""
     for x, y in zip(actual, expected, strict=True):
         assert_same_run(x, y, num_terms=12 * 8, dtype=x.dtype)
 
@@ -149,7 +149,7 @@ BIASES = ("bias", "position_bias", "relative_bias")  # which may have any dtype
     "dtypes", [(torch.float32,), (torch.float32, torch.float16), (torch.float16, torch.float32)]
 )
 def test_autocast(name, dtypes, device):
-    """Casts operands as PyTorch does those of the same function, and gradients back."""
+    """Casts operands as PyTorch does in the same function, and casts gradients back."""
     operands, others = inputs_of(name, device)
     keys = [key for key in operands if key not in BIASES]
     dtypes = [dtypes[i % len(dtypes)] for i in range(len(keys))]
@@ -214,7 +214,7 @@ def shapes_of(tensors):
 @EVERY_OP
 @pytest.mark.parametrize("on", ["meta", "fake", "in fake mode"])
 def test_tensors_without_values(name, on):
-    """Have the shapes of those that have some, forward and backward."""
+    """Shapes equal the shapes of tensors with values, forward and backward."""
     operands, others = inputs_of(name, torch.device("cpu"))
     expected = shapes_of(run(name, operands, others))
     mode = FakeTensorMode(allow_non_fake_inputs=on == "in fake mode")

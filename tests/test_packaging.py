@@ -1,4 +1,4 @@
-"""The extras, and what the documents say about them."""
+"""The extras, and their versions in the documents."""
 
 import re
 from importlib.metadata import requires, version
@@ -25,8 +25,8 @@ def rows() -> list[dict[str, str]]:
     table = re.search(r"^\| torch \|.*\n\|---.*\n((?:\|.*\n)+)", INSTALL, re.MULTILINE)
     assert table
     heads = ("torch", "triton", "torchrec", "fbgemm-gpu", "python", "device", "tests")
-    cells = [re.findall(r"[^|]+", row) for row in table[1].splitlines()]
-    return [dict(zip(heads, map(str.strip, row), strict=True)) for row in cells]
+    columns = [re.findall(r"[^|]+", row) for row in table[1].splitlines()]
+    return [dict(zip(heads, map(str.strip, row), strict=True)) for row in columns]
 
 
 def test_both_extras_ask_for_one_torch_and_one_fbgemm():

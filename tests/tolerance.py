@@ -1,4 +1,4 @@
-"""The tolerance rule, and what asserts by it.
+"""The tolerance rule, and its assertions.
 
 A result may differ from its fp64 oracle by what rounding errors make likely: each element has a
 bound of its own, from an error analysis of the oracle. The model, its one constant and how bounds
@@ -24,7 +24,7 @@ def assert_close(
 
     Args:
         actual: of any floating-point dtype.
-        expected: what an oracle returned while ``errors`` was active.
+        expected: result of an oracle, computed while ``errors`` was active.
         errors: of the dtype that ``actual`` was computed in.
         name: of the tensor, for the message.
 
@@ -81,8 +81,8 @@ def assert_matches_oracle(
 ) -> None:
     """Assert that ``function``'s output and all its gradients follow the tolerance rule.
 
-    ``oracle`` is called on the inputs in fp64; the gradient of the output is random. Errors are
-    those of the coarsest dtype among inputs and output. Both functions also get ``options``, which
+    ``oracle`` is called on the inputs in fp64; the gradient of the output is random. Errors are for
+    the coarsest dtype among inputs and output. Both functions also get ``options``, which
     have no gradient and are not converted.
     """
     function, oracle = (functools.partial(f, **options) for f in (function, oracle))
@@ -112,7 +112,7 @@ def assert_output(
 
 
 def in_fp64(inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs``, of which floating-point tensors are converted."""
+    """``inputs`` with floating-point tensors in fp64."""
     return {name: x.double() if _is_float(x) else x for name, x in inputs.items()}
 
 

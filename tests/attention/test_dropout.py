@@ -1,4 +1,4 @@
-"""Weights that attention drops: which, and what comes of the others."""
+"""Dropout of attention weights: which weights are dropped, and the scale of the others."""
 
 import functools
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.cases import offsets_of
 from tests.combinations import each_pair
@@ -21,12 +20,8 @@ from tests.target_attention.test_log_sum_exp import make_inputs as make_target_i
 from tests.target_attention.test_target_attention import LENGTHS, inputs_of, inputs_of_layout
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn import (
-    EncoderConfig,
-    HistoryEncoderLayer,
     JaggedSelfAttention,
     JaggedTargetAttention,
-    TargetAttentionConfig,
-    TargetAttentionEmbeddingBagCollection,
     jagged_flash_attention,
     jagged_target_attention,
 )
@@ -62,7 +57,7 @@ def make_history(device, width=16):
 
 
 def splitmix64(seed: int, counter: int) -> int:
-    """The generator as it was published, in integers without an end."""
+    """SplitMix64 as published, in unbounded integers."""
     x = (seed + counter * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -70,7 +65,7 @@ def splitmix64(seed: int, counter: int) -> int:
 
 
 def finalizer(x: int) -> int:
-    """MurmurHash3's, as it was published, in integers without an end."""
+    """The finalizer of MurmurHash3 as published, in unbounded integers."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
     x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
     return x ^ (x >> 16)
@@ -269,29 +264,6 @@ def test_module_of_self_attention(device):
     assert torch.equal(run(module, **inputs), run(module, **inputs))
 
 
-def test_of_a_collection():
-    tables = [
-        EmbeddingBagConfig(
-            name="t", embedding_dim=8, num_embeddings=90, feature_names=["item", "history"]
-        )
-    ]
-    config = TargetAttentionConfig("item", "history", dropout=0.2, encoder=EncoderConfig())
-    collection = TargetAttentionEmbeddingBagCollection(tables, config)
-    attentions = JaggedTargetAttention, JaggedSelfAttention
-    modules = [module for module in collection.modules() if isinstance(module, attentions)]
-    assert {type(x): x.dropout for x in modules} == dict.fromkeys(attentions, 0.2)
-    layers = [x for x in collection.modules() if isinstance(x, HistoryEncoderLayer)]
-    assert [x.dropout.p for x in layers] == [0.0]
-    features = KeyedJaggedTensor(
-        keys=["item", "history"], values=torch.arange(82), lengths=torch.tensor([1, 1, 40, 40])
-    )
-    one, other = (collection(features).values() for _ in range(2))
-    assert torch.equal(one[:, :8], other[:, :8])
-    assert not torch.equal(one[:, 8:], other[:, 8:])
-    collection.eval()
-    assert torch.equal(collection(features).values(), collection(features).values())
-
-
 @pytest.mark.parametrize(
     ("num_targets", "dtype"),
     [(1, torch.float32), (3, torch.float16), (9, torch.float32), (40, torch.float16)],
@@ -351,21 +323,6 @@ def test_compiles_once(make):
             values = [value.values() for value in values]
         torch.testing.assert_close(*values, rtol=0, atol=0)
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("p", [-0.1, 1.0, 2, float("nan")])
-def test_refused(p):
-    q, offsets = torch.randn(93, 1, 16), torch.tensor([0, 70, 70, 73, 93])
-    calls = (
-        ("dropout", lambda: jagged_target_attention(q[:4], q[:, 0], offsets, dropout=p)),
-        ("dropout", lambda: jagged_flash_attention(q, q, q, offsets, dropout=p)),
-        ("dropout", lambda: JaggedTargetAttention(16, 2, dropout=p)),
-        ("dropout", lambda: JaggedSelfAttention(16, 2, dropout=p)),
-        ("attention_dropout", lambda: HistoryEncoderLayer(16, 2, attention_dropout=p)),
-    )
-    for argument, call in calls:
-        with pytest.raises(ValueError, match=f"^{argument} must be at least 0 and below 1, got"):
-            call()
 
 
 @pytest.mark.gpu

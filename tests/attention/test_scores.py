@@ -68,11 +68,3 @@ def test_module_refuses():
         module(*inputs, prior_weights=torch.ones(5))
     with pytest.raises(RuntimeError, match=message):
         torch.jit.script(module)(*inputs, prior_weights=torch.ones(5))
-
-
-@pytest.mark.reference  # traced alike with any kernels
-def test_scripted():
-    module = JaggedTargetAttention(16, 2, score="silu")
-    inputs = torch.randn(1, 16), JaggedTensor(torch.randn(5, 16), lengths=torch.tensor([5]))
-    scripted = torch.jit.script(torch.fx.symbolic_trace(module))
-    assert torch.equal(scripted(*inputs), module(*inputs))

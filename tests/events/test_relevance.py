@@ -52,7 +52,7 @@ def test_planted_coefficients_are_found(device):
 
 
 def test_the_fit_is_that_of_logistic_regression():
-    """On the events themselves, but for what is lost in bins: of a standard error, a hundredth."""
+    """On the events themselves. Binning changes coefficients by a hundredth of a standard error."""
     dwell, surface, converted = draw_events(5000)
     relevance = Relevance(1, num_bins=4096, prior=1e-6)
     relevance.update(dwell, surface * 0, converted)
@@ -135,9 +135,9 @@ def test_mutual_information_is_that_of_entropies():
     bins = (dwell.double().log1p() / relevance.bin_width).long().clamp(max=255) // 16
     actual = relevance.mutual_information(16)
     for s in range(len(PLANTED)):
-        own = surface == s
+        rows = surface == s
         joint = torch.zeros(16, 2, dtype=torch.float64)
-        joint.index_put_((bins[own], converted[own].long()), torch.tensor(1.0).double(), True)
+        joint.index_put_((bins[rows], converted[rows].long()), torch.tensor(1.0).double(), True)
         with RoundingErrors(torch.float32) as errors:
             joint = joint / joint.sum()
             expected = entropy(joint.sum(0)) + entropy(joint.sum(1)) - entropy(joint)

@@ -53,13 +53,13 @@ def expected_rows(offsets, scores, keep, threshold=None, segments=None):
     """Rows that are kept, and how many of each sample; ``keep`` is of each sample and segment."""
     kept = []
     for begin, end, limits in zip(offsets[:-1], offsets[1:], keep, strict=True):
-        of_sample = [torch.zeros(0, dtype=torch.int64)]
+        sample_rows = [torch.zeros(0, dtype=torch.int64)]
         for segment, limit in enumerate(limits):
-            own = torch.arange(int(begin), int(end))
+            candidates = torch.arange(int(begin), int(end))
             if segments is not None:
-                own = own[segments[own] == segment]
-            of_sample.append(own[rows_kept(scores[own], limit, threshold)])
-        kept.append(torch.cat(of_sample).sort().values)
+                candidates = candidates[segments[candidates] == segment]
+            sample_rows.append(candidates[rows_kept(scores[candidates], limit, threshold)])
+        kept.append(torch.cat(sample_rows).sort().values)
     rows = torch.cat([torch.zeros(0, dtype=torch.int64), *kept])
     return rows, torch.tensor([len(x) for x in kept], dtype=torch.int64)
 

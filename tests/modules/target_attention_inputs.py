@@ -1,4 +1,4 @@
-"""What tests of ``JaggedTargetAttention`` share: inputs, and the formula on each sample."""
+"""Inputs of tests of ``JaggedTargetAttention``, and its formula on each sample."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def each_pair_by_dtype(interpreted, in_bf16, *axes):
-    """Each pair with either, and so each among those that the interpreter has a dtype for."""
+    """Each pair with either list of dtypes: the interpreter does not support bf16."""
     return each_pair(interpreted, *axes) + each_pair(in_bf16, *axes)
 
 
@@ -98,7 +98,7 @@ def assert_same_uniform(ours, theirs):
     """Two draws of ``n`` from one uniform distribution about zero.
 
     The largest is within ``16 / n`` of its end but for a probability of ``exp(-16)``; the standard
-    deviation has a relative standard error of ``1 / √(5 n)``, of which four, of both, are allowed.
+    deviation has a relative standard error of ``1 / √(5 n)``; four standard errors are allowed.
     """
     n = ours.numel()
     torch.testing.assert_close(ours.abs().max(), theirs.abs().max(), rtol=16 / n, atol=0)
@@ -193,9 +193,7 @@ def attend_by_sample(
 
 
 def attend_by_score(module, parameters, q_TE, x_LD, mask):
-    """One sample, whose weights are functions of their own scores: these have no bias of keys, and
-    outputs that of values once.
-    """
+    """One sample with a score that is not softmax. Keys have no bias; values have theirs once."""
     if "in_proj_weight" in parameters:
         w_q, w_k, w_v = parameters["in_proj_weight"].chunk(3)
     else:
@@ -210,7 +208,7 @@ def attend_by_score(module, parameters, q_TE, x_LD, mask):
 
 
 def with_identities(module, parameters):
-    """Those of a module that has the same queries and keys, and projects values by the identity."""
+    """Parameters of a module with equal queries and keys, with identity value projections."""
     width, history_dim = module.k_proj_weight.shape
     q_weight, k_weight = (parameters[f"{name}_proj_weight"] for name in "qk")
     identity = torch.eye(width, dtype=k_weight.dtype, device=k_weight.device)

@@ -32,8 +32,10 @@ def with_parameters(name, inputs, **options):
     return module.to(inputs["history"].device)
 
 
-def weights_of(module, *, target, history, offsets, **more):
-    return module.attention_weights(target, JaggedTensor(history, offsets=offsets), **more).values()
+def weights_of(module, *, target, history, offsets, **options):
+    return module.attention_weights(
+        target, JaggedTensor(history, offsets=offsets), **options
+    ).values()
 
 
 OF_SCORES = each_pair(["default", "values", "another-width", "no-recency"], ["silu", "sigmoid"])
@@ -41,7 +43,7 @@ OF_SCORES = each_pair(["default", "values", "another-width", "no-recency"], ["si
 
 @pytest.mark.parametrize(
     ("name", "prior", "targets", "score"),
-    [(*of, "softmax") for of in each_pair(OPTIONS, [False, True], [None, 3, 40])]
+    [(*case, "softmax") for case in each_pair(OPTIONS, [False, True], [None, 3, 40])]
     + [(name, False, 3, score) for name, score in OF_SCORES],
 )
 def test_attention_weights_are_those_of_multihead_attention(name, prior, targets, score, device):
@@ -118,8 +120,8 @@ def test_attention_weights_of_rows_behind_the_last_one(score, device):
     options = {"request_time": torch.arange(4, device=device)}
     expected = module.attention_weights(target, history, times, **options).values()
     rows, times = F.pad(history.values(), (0, 0, 0, 9), value=torch.nan), F.pad(times, (0, 9))
-    more = JaggedTensor(rows, lengths=history.lengths())
-    weights = module.attention_weights(target, more, times, **options).values()
+    padded = JaggedTensor(rows, lengths=history.lengths())
+    weights = module.attention_weights(target, padded, times, **options).values()
     assert torch.equal(weights, F.pad(expected, (0, 0, 0, 0, 0, 9)))
 
 

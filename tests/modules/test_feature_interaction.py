@@ -188,7 +188,7 @@ def test_features_must_be_jagged():
 
 @ALL_WAYS
 def test_autocast(activation, fused, device):
-    """Targets have the dtype of a layer, features that of tables."""
+    """Targets have the dtype of a layer, features the dtype of tables."""
     module = JaggedFeatureInteraction(activation, fused=fused)
     inputs = inputs_of(TARGETS["five"], device)
     inputs["targets"] = inputs["targets"].half()

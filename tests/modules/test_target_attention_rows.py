@@ -18,7 +18,6 @@ from tests.modules.target_attention_inputs import (
 )
 from tests.samples import assert_rows_behind_never_matter
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
-from torchrec_jagged_attn import JaggedTargetAttention
 
 CPU = torch.device("cpu")
 LENGTHS = [70, 0, 3, 33, 1]
@@ -38,13 +37,16 @@ def by_index(module, device=CPU, dtype=torch.float32, lengths=LENGTHS, **options
     return inputs | {"history": rows.to(device, dtype), "indices": indices}
 
 
-def of_copies(attend):
-    """``attend`` on a copy of the rows that indices name."""
+def attend_copies(module, *, history, indices, **inputs):
+    """Attend to a copy of the rows, one sample at a time."""
+    return attend_by_sample(module, history=history.index_select(0, indices), **inputs)
 
-    def call(module, *, history, indices, **inputs):
-        return attend(module, history=history.index_select(0, indices), **inputs)
 
-    return call
+def assert_right(module, inputs, **times):
+    functions = (
+        functools.partial(function, module, **times) for function in (attend, attend_copies)
+    )
+    assert_matches_oracle(*functions, inputs)
 
 
 def ages_of(module, device=CPU):
@@ -69,36 +71,7 @@ def test_right(name, targets, dtype, index_dtype, prior, device):
     inputs = by_index(module, device, dtype, targets=targets, index_dtype=index_dtype)
     if prior:
         inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, dtype)
-    ours, oracle = (
-        functools.partial(function, module, **ages_of(module, device))
-        for function in (attend, of_copies(attend_by_sample))
-    )
-    assert_matches_oracle(ours, oracle, inputs)
-
-
-@pytest.mark.parametrize("score", ["silu", "sigmoid"])
-@pytest.mark.parametrize("targets", [None, 3, (0, 3, 1, 9, 2)], ids=str)
-def test_scores(score, targets, device):
-    module = JaggedTargetAttention(32, 2, score=score, device="meta")
-    inputs = by_index(module, device, targets=targets)
-    ours, oracle = (
-        functools.partial(function, module) for function in (attend, of_copies(attend_by_sample))
-    )
-    assert_matches_oracle(ours, oracle, inputs)
-
-
-@pytest.mark.parametrize("name", ["default", "values", "materialized"])
-@pytest.mark.parametrize("targets", [None, (0, 3, 1, 9, 2)], ids=["one", "jagged"])
-def test_drops_as_of_a_copy(name, targets, device):
-    """Weights, by the same random numbers."""
-    module = make_module(32, 2, dropout=0.3, device="meta", **OPTIONS[name])
-    inputs = by_index(module, device, targets=targets) | ages_of(module, device)
-    results = []
-    for function in (attend, of_copies(attend)):
-        torch.manual_seed(7)
-        results.append(function(module, **inputs))
-    assert torch.equal(*results)
-    assert not torch.allclose(results[0], attend(module, **inputs))
+    assert_right(module, inputs, **ages_of(module, device))
 
 
 @pytest.mark.parametrize("name", ["default", "materialized-rows"])
@@ -120,10 +93,7 @@ def test_a_row_in_many_places(device):
     module = make_module(32, 2, device="meta", **OPTIONS["materialized-rows"])
     inputs = by_index(module, device, torch.float16, lengths=[3000])
     inputs["indices"] = NAMED[torch.arange(3000) % 2].to(device)
-    ours, oracle = (
-        functools.partial(function, module) for function in (attend, of_copies(attend_by_sample))
-    )
-    assert_matches_oracle(ours, oracle, inputs)
+    assert_right(module, inputs)
 
 
 @pytest.mark.usefixtures("nan_filled_memory")

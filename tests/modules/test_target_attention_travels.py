@@ -40,13 +40,13 @@ TRAVELS = {
     "values": ({"value_projection": True}, []),
     "materialized rows": ({"value_projection": False, "keys_and_values": "materialized"}, []),
     "prior weights": ({}, ["prior_weights"]),
-    "request time": ({"age_bias": True}, ["timestamps", "request_time"]),
+    "request time": ({"age_bias": True, "score": "silu"}, ["timestamps", "request_time"]),
     "indices": ({"value_projection": True}, ["indices"]),
 }
 
 
 def arguments_of(module, names, lengths, device):
-    """All of ``forward``; None for what is not named."""
+    """Arguments of ``forward``; None for others than ``names``."""
     target, history, *_ = example(module, lengths, device, num_targets=1)
     places = torch.arange(sum(lengths), device=device)
     given = {
@@ -239,7 +239,7 @@ MANY = 40  # targets per sample of a module of 8 heads: materialized keys and va
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 @pytest.mark.parametrize(("history_dim", "by_index"), [(64, False), (48, False), (64, True)])
 def test_many_targets_materialize_keys_and_values(history_dim, by_index, jagged, device):
-    """To the bit what that option gives, and few targets what the other gives."""
+    """Bit-equal to that option; few targets are bit-equal to the other option."""
     generator = torch.Generator().manual_seed(0)
     history = torch.randn(12 if by_index else 40, history_dim, generator=generator).to(device)
     indices = torch.arange(40, device=device) ** 2 % 12 if by_index else None
@@ -257,8 +257,8 @@ def test_many_targets_materialize_keys_and_values(history_dim, by_index, jagged,
                 target = JaggedTensor(target, lengths=lengths)
             else:
                 target = target.view(3, num_targets, 64)
-            of_option = outputs_and_gradients_of(module, module, target, history, indices=indices)
-            results[option, num_targets] = of_option
+            tensors = outputs_and_gradients_of(module, module, target, history, indices=indices)
+            results[option, num_targets] = tensors
     for num_targets, option, other in (
         (2, "absorbed", "materialized"),
         (MANY, "materialized", "absorbed"),

@@ -26,7 +26,7 @@ MODES = ["meta", "fake", "of real parameters"]
 
 @pytest.fixture(params=MODES)
 def mode(request):
-    """A device, and a mode for what is made before inputs are, and for the call."""
+    """A device, the context of the construction, and the context of the call."""
     is_meta, is_real = request.param == "meta", request.param == "of real parameters"
     fake = contextlib.nullcontext() if is_meta else FakeTensorMode(allow_non_fake_inputs=is_real)
     device = "meta" if is_meta else "cpu"
@@ -54,9 +54,9 @@ def assert_pools(module, target, device, **others):
     out = module(target, history, **others)
     rows = target.values() if isinstance(target, JaggedTensor) else target
     assert out.shape == rows.shape
-    of_history, of_target = torch.autograd.grad(out.sum(), [history.values(), rows])
-    assert of_history.shape == (6, 8)
-    assert of_target.shape == rows.shape
+    history_grad, target_grad = torch.autograd.grad(out.sum(), [history.values(), rows])
+    assert history_grad.shape == (6, 8)
+    assert target_grad.shape == rows.shape
 
 
 OPTIONS = [

@@ -73,9 +73,9 @@ def test_calls_alike_share_what_was_compiled(launched, change):
     launcher, calls, arguments = launched
     arguments = tuple(change.get(at, value) for at, value in enumerate(arguments))
     launcher((5, 2), arguments, CONSTANTS)
-    of_triton = ("stream of -1", "function", "metadata", None, None, None)
-    of_kernel = (*arguments, 2, 8)  # constants as in the signature
-    assert calls == [("launched", (5, 2, 1, *of_triton, *of_kernel))]
+    launch_arguments = ("stream of -1", "function", "metadata", None, None, None)
+    kernel_arguments = (*arguments, 2, 8)  # constants as in the signature
+    assert calls == [("launched", (5, 2, 1, *launch_arguments, *kernel_arguments))]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])

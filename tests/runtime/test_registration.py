@@ -1,4 +1,4 @@
-"""What a call of an op passes on its way to the device."""
+"""Ops under autograd, transforms, dispatch modes and tensor subclasses."""
 
 import functools
 from typing import ClassVar
@@ -42,7 +42,7 @@ def leaves(device):
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 1, 16), (5, 16)
     leaves = [torch.randn(s, generator=generator).to(device).requires_grad_() for s in shapes]
-    attention_on(leaves[0].device)  # not first where a transform would hold what it draws
+    attention_on(leaves[0].device)  # its random weights are not drawn within a transform
     return leaves
 
 
@@ -223,8 +223,8 @@ def test_transforms_take_gradients(function, leaves):
     grads = torch.func.grad(loss_of(function), (0, 1))(*inputs)
     loss, pull_back = torch.func.vjp(loss_of(function), *inputs)
     for others in (grads, pull_back(torch.ones_like(loss))):
-        for grad, of_plain in zip(others, expected, strict=True):
-            assert_same_run(grad, of_plain, num_terms=100)  # kernels may differ by strides
+        for grad, wanted in zip(others, expected, strict=True):
+            assert_same_run(grad, wanted, num_terms=100)  # kernels may differ by strides
 
 
 @pytest.mark.parametrize(
@@ -298,8 +298,8 @@ def test_timestamps_have_no_gradient(function, dtype, leaves, device):
     expected = torch.autograd.grad(function(leaves, times).sum(), leaves)
     times.requires_grad_()
     out = function(leaves, times)
-    *grads, of_times = torch.autograd.grad(out.sum(), [*leaves, times], allow_unused=True)
-    assert of_times is None
+    *grads, times_grad = torch.autograd.grad(out.sum(), [*leaves, times], allow_unused=True)
+    assert times_grad is None
     torch.testing.assert_close(grads, list(expected), rtol=0, atol=0)
 
 
