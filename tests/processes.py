@@ -1,4 +1,4 @@
-"""Processes that need not import PyTorch, or TorchRec, too: the one that forks them did, once."""
+"""Processes that are forked from one process, which imported PyTorch or TorchRec once."""
 
 import contextlib
 import functools
@@ -90,7 +90,7 @@ def _run_script(
     os.setsid()
     for descriptor, path in enumerate(printed, start=1):
         os.dup2(os.open(path, os.O_WRONLY), descriptor)
-    gc.freeze()  # what is imported
+    gc.freeze()  # imported modules
     mp.set_start_method(None, force=True)  # not ours: the system's
     os.environ.clear()
     os.environ.update(env)
@@ -110,8 +110,8 @@ def variables_of_ranks(ranks: int) -> list[dict[str, str]]:
     return [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in map(str, range(ranks))]
 
 
-# Reads a program, its arguments and variables, and where it prints, in a line; forks a process that
-# goes on below, and writes how that one ends.
+# Reads a program, its arguments, environment and output files from each line; runs the program in a
+# forked process, and writes its exit code.
 FORKS_ON_REQUEST = """
 import gc, importlib, json, os, sys
 importlib.import_module(sys.argv.pop())
@@ -162,6 +162,12 @@ def run_code(
     done = subprocess.CompletedProcess([*lines, *argv], code, *texts)
     assert code == 0 or not check, done.stderr
     return done
+
+
+def write_script(path: Path, *lines: str) -> None:
+    """An executable shell script."""
+    path.write_text("\n".join(("#!/bin/sh", *lines)))
+    path.chmod(0o755)
 
 
 def run_package(

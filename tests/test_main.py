@@ -1,4 +1,4 @@
-"""``python -m torchrec_jagged_attn`` tells what is here."""
+"""``python -m torchrec_jagged_attn`` prints versions, devices and kernel variants."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 import triton
 
 import torchrec_jagged_attn
-from tests.processes import run_code, run_package
+from tests.processes import run_code, run_package, write_script
 from torchrec_jagged_attn import __main__, ops
 from torchrec_jagged_attn.base import devices
 from torchrec_jagged_attn.ops.flash_attention import extension
@@ -62,21 +62,15 @@ def test_says_that_it_builds(option, monkeypatch, capsys):
         assert ("Building" in capsys.readouterr().err) == (not is_built)
 
 
-def test_build_prints_where_it_lies(capsys):
+def test_build_prints_the_path(capsys):
     assert __main__.main(["--build"]) == 0
     assert capsys.readouterr().out.splitlines() == [str(extension.build())]
 
 
-def test_build_prints_what_the_compiler_says(tmp_path):
+def test_build_prints_compiler_errors(tmp_path):
     compiler = tmp_path / "g++"
-    lines = (
-        "#!/bin/sh",
-        '[ "$1" = -MMD ] || exec echo 13.2.0',
-        "for i in 1 2 3; do echo a.h:$i: fatal error; done",
-        "exit 1",
-    )
-    compiler.write_text("\n".join(lines))
-    compiler.chmod(0o755)
+    errors = "for i in 1 2 3; do echo a.h:$i: fatal error; done"
+    write_script(compiler, '[ "$1" = -MMD ] || exec echo 13.2.0', errors, "exit 1")
     done = run_package(
         "--build",
         check=False,

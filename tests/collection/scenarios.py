@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from tests.cases import offsets_of
@@ -29,12 +29,20 @@ CPU = torch.device("cpu")
 NUM_IDS = 40
 
 
-def table(name: str, *features: str, width: int = 8, pooling: str = "SUM") -> EmbeddingBagConfig:
+def table(
+    name: str,
+    *features: str,
+    width: int = 8,
+    pooling: str = "SUM",
+    num_rows: int = NUM_IDS,
+    data_type: DataType = DataType.FP32,
+) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(
         name=name,
         embedding_dim=width,
-        num_embeddings=NUM_IDS,
+        num_embeddings=num_rows,
         feature_names=list(features),
+        data_type=data_type,
         pooling=PoolingType[pooling],
         init_fn=nn.init.normal_,
     )
@@ -190,6 +198,17 @@ SCENARIOS = {
         single_id_features=("user", "age", "cat"),
     ),
 }
+
+SCENARIOS |= {
+    f"{name}-single-lookup": dataclasses.replace(SCENARIOS[name], single_lookup=True)
+    for name in (
+        *("shared-table", "different-widths", "features-in-two-tables", "weighted"),
+        "single-ids",
+    )
+}
+SCENARIOS["single-ids-weighted"] = dataclasses.replace(
+    SCENARIOS["single-ids-alone"], is_weighted=True
+)
 
 LENGTHS = {
     "mixed": [0, 3, 0, 1, 7, 0, 0, 20, 0],

@@ -91,7 +91,7 @@ def there_and_back(device: torch.device, folder: Path) -> list[dict[str, Any]]:
     return results
 
 
-def test_tables_and_their_optimizer_go_on(tmp_path: Path, backend: str):
+def test_load_tables_and_optimizer(tmp_path: Path, backend: str):
     ranks = run_ranks(there_and_back, tmp_path, backend, tmp_path)
     pooled, attended, again, trained = (each["model"] for each in ranks[0])
     names = embedding_bag_keys(make_model())
@@ -155,7 +155,7 @@ def names_under_wrappers(_: torch.device) -> dict[str, tuple[list[str], list[str
     return names
 
 
-def test_names_are_those_of_the_state_dict(tmp_path: Path):
+def test_names_are_keys_of_the_state_dict(tmp_path: Path):
     (names,) = run_ranks(names_under_wrappers, tmp_path, "gloo", ranks=1)
     for name, (tables, keys) in names.items():
         assert len(tables) == len(FEATURES), name
@@ -170,7 +170,7 @@ def test_a_collection_in_two_places_has_two_names():
     assert set(names) <= set(twice.state_dict())
 
 
-def test_nothing_to_rename_is_an_error():
+def test_rename_without_keys():
     names = embedding_bag_keys(make_model())
     with pytest.raises(ValueError, match=r"names must have keys of state, got \['model"):
         rename_keys({"model": make_pooled_model().state_dict()}, names)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -40,18 +40,6 @@ from torchrec_jagged_attn import (
     embedding_parameters,
 )
 
-SCENARIOS |= {
-    f"{name}-single-lookup": dataclasses.replace(SCENARIOS[name], single_lookup=True)
-    for name in (
-        *("shared-table", "different-widths", "features-in-two-tables", "weighted"),
-        "single-ids",
-    )
-}
-SCENARIOS["single-ids-weighted"] = dataclasses.replace(
-    SCENARIOS["single-ids-alone"], is_weighted=True
-)
-
-
 OF_EDGES = [
     *("shared-table", "features-in-two-tables", "newest-rows", "weighted", "request-time"),
     *("projected", "single-ids", "different-widths-single-lookup"),
@@ -72,7 +60,7 @@ def test_values_and_gradients(name: str, lengths: str, device: torch.device):
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_output_is_laid_out_as_by_embedding_bag_collection(name: str):
+def test_output_layout(name: str):
     scenario, dtype = SCENARIOS[name], torch.int32  # of lengths
     batch = make_batch(scenario, LENGTHS["mixed"])
     collection = make_collection(scenario)
@@ -84,12 +72,12 @@ def test_output_is_laid_out_as_by_embedding_bag_collection(name: str):
     assert actual.values().dtype == torch.float32
     assert collection.embedding_bag_configs() == scenario.tables
     assert collection.is_weighted() == scenario.is_weighted
+    assert_composition(collection, name)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_composition(name: str):
+def assert_composition(collection: TargetAttentionEmbeddingBagCollection, name: str) -> None:
+    """Tables of targets and histories are in EmbeddingCollections, one for each width."""
     scenario = SCENARIOS[name]
-    collection = make_collection(scenario)
     in_sequences = {
         scenario.find(name)[0].name
         for config in scenario.attentions
@@ -98,18 +86,15 @@ def test_composition(name: str):
     if scenario.single_lookup or name in ("single-ids-alone", "single-ids-weighted"):
         widths = {t.embedding_dim for t in scenario.tables if t.name in in_sequences}
         in_sequences = {t.name for t in scenario.tables if t.embedding_dim in widths}
-    configs = []
+    found = set()
     for width, lookup in collection.embedding_collections.items():
-        assert type(lookup) is EmbeddingCollection
-        configs += lookup.embedding_configs()
-        assert {config.embedding_dim for config in lookup.embedding_configs()} == {int(width)}
-    assert {config.name for config in configs} == in_sequences
-    if len(in_sequences) == len(scenario.tables):
-        assert collection.embedding_bag_collection is None
-    else:
-        assert type(collection.embedding_bag_collection) is EmbeddingBagCollection
-        bags = collection.embedding_bag_collection.embedding_bag_configs()
-        assert {t.name for t in bags} == {t.name for t in scenario.tables} - in_sequences
+        configs = lookup.embedding_configs()
+        assert {config.embedding_dim for config in configs} == {int(width)}
+        found |= {config.name for config in configs}
+    assert found == in_sequences
+    bags = collection.embedding_bag_collection
+    pooled = set() if bags is None else {t.name for t in bags.embedding_bag_configs()}
+    assert pooled == {t.name for t in scenario.tables} - in_sequences
 
 
 ENCODED = Scenario(
@@ -164,7 +149,7 @@ def test_scripted(name: str, candidates: str, device: torch.device):
         assert torch.equal(actual.values(), expected.values())
 
 
-def test_the_device_is_where_the_tables_are():
+def test_device():
     meta = torch.device("meta")
     with meta:
         made = TargetAttentionEmbeddingBagCollection([ITEM], PAIR)
@@ -178,7 +163,7 @@ def test_the_device_is_where_the_tables_are():
     assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR, device=CPU).to(meta).device == meta
 
 
-def test_the_default_device_may_be_another():
+def test_default_device():
     """Including ``meta``, though CPU inputs are computed on the CPU."""
     values, lengths = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 1, 0, 3])
     config = TargetAttentionConfig(
@@ -226,7 +211,7 @@ def test_shapes_without_values(name: str, candidates: str, mode: str):
     assert all(parameter.grad is not None for parameter in collection.parameters())
 
 
-def test_ids_on_meta_are_taken_for_one_of_each_key_in_each_sample():
+def test_batch_size_on_the_meta_device():
     meta = torch.device("meta")
     lengths = torch.tensor([1, 1, 0, 3, 1, 1], device=meta)
     features = KeyedJaggedTensor(
@@ -337,9 +322,7 @@ def test_bags_may_come_in_another_order():
 
 @pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rows_of_a_single_lookup_are_rounded_after_they_are_pooled(
-    dtype: torch.dtype, pooling: str
-):
+def test_pooling_of_half_precision_rows(dtype: torch.dtype, pooling: str):
     """Added up in fp32, and then in the dtype of the rows, as sharded bags are."""
     torch.manual_seed(0)
     tables = [table("t_item", "item", "hist"), table("t_user", "tags", "user", pooling=pooling)]
@@ -365,7 +348,7 @@ def test_half_precision_rows_of_a_single_lookup_are_rounded_after_they_are_poole
 
 @pytest.mark.parametrize("is_weighted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_of_single_ids_are_what_pooling_gives(dtype: torch.dtype, is_weighted: bool):
+def test_single_ids_equal_pooling(dtype: torch.dtype, is_weighted: bool):
     """Bit by bit: nothing is added up."""
     scenario = dataclasses.replace(
         SCENARIOS["single-ids-alone"], is_weighted=is_weighted, single_lookup=True
@@ -398,7 +381,7 @@ class CountOps(TorchDispatchMode):
 
 @pytest.mark.parametrize("ids", ["bags", "single lookup", "single ids"])
 @pytest.mark.parametrize("table_of", [lambda name: f"t_{name}", lambda _: "t_shared"])
-def test_more_features_are_no_more_work_for_the_host(table_of: Callable[[str], str], ids: str):
+def test_host_work_is_independent_of_num_features(table_of: Callable[[str], str], ids: str):
     """Neither bags of the EmbeddingBagCollection, nor features looked up with the target."""
 
     def num_ops(num_features: int) -> int:
@@ -446,15 +429,6 @@ def test_gradients_of_weights():
     torch.autograd.gradcheck(pooled, weights.requires_grad_())
 
 
-def test_one_attention_needs_no_list():
-    features = to_features(make_batch(SCENARIOS["nothing-else"], [2, 0]))
-    torch.manual_seed(0)
-    listed = TargetAttentionEmbeddingBagCollection([ITEM], [PAIR])
-    torch.manual_seed(0)
-    alone = TargetAttentionEmbeddingBagCollection([ITEM], PAIR)
-    assert torch.equal(alone(features).values(), listed(features).values())
-
-
 def test_reset_parameters_starts_anew():
     scenario = SCENARIOS["several-pairs"]
     torch.manual_seed(0)
@@ -479,7 +453,7 @@ def test_reset_parameters_starts_anew():
             assert torch.equal(parameter, expected), name
 
 
-def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
+def test_from_embedding_bag_collection():
     scenario = SCENARIOS["attended-and-pooled"]
     bags = EmbeddingBagCollection(scenario.tables)
     optimizer = torch.optim.Adagrad(bags.parameters(), lr=0.1)
@@ -507,7 +481,7 @@ def test_goes_on_with_the_tables_of_an_embedding_bag_collection():
         TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(nn.Linear(1, 1), PAIR)
 
 
-def test_goes_on_with_these_tables_for_requests_of_candidates():
+def test_from_embedding_bag_collection_with_candidates():
     tables = [ITEM, table("t_user", "user"), table("t_tag", "tags", width=12)]
     bags = EmbeddingBagCollection(tables)
     collection = TargetAttentionEmbeddingBagCollection.from_embedding_bag_collection(
@@ -532,7 +506,7 @@ def test_goes_on_with_these_tables_for_requests_of_candidates():
         )
 
 
-def test_learned_weights_may_fall_below_zero():
+def test_negative_learned_weights():
     """Such a row counts as one whose weight is zero, also without gradients."""
     scenario = SCENARIOS["weighted"]
     batch = make_batch(scenario, [2, 0, 3])

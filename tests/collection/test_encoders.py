@@ -25,7 +25,7 @@ from torchrec_jagged_attn import (
 )
 
 
-def test_encoder_layers_drop_what_the_config_says():
+def test_dropout_of_encoder_layers():
     config = TargetAttentionConfig("item", "hist", encoder=EncoderConfig())
     collection = TargetAttentionEmbeddingBagCollection([table("t_item", "item", "hist")], config)
     (attention,), ((layer,),) = collection.pooling.attentions, collection.pooling.encoders
@@ -98,7 +98,7 @@ def test_user_embeddings_come_after_all_others(device):
     assert torch.equal(traced(features).values(), out.values())
 
 
-def test_dlrm_passes_user_embeddings_by():
+def test_dlrm_ignores_user_embeddings():
     tables = [table("t_item", "item", "hist"), table("t_user", "user", "tags")]
     config = TargetAttentionConfig("item", "hist", encoder=EncoderConfig(user_embedding=True))
     scenario = Scenario(tables, [config])

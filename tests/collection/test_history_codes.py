@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 from torchrec.fx import symbolic_trace
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from tests.collection.scenarios import table
 from tests.modules.target_attention_inputs import (
     attend,
     attend_by_sample,
@@ -201,14 +201,7 @@ def test_codes_are_attended_in_the_dtype_of_parameters(dtype, device):
 
 # The collection
 
-
-def make_tables() -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(
-            name=f"t_{name}", embedding_dim=WIDTH, num_embeddings=30, feature_names=[name]
-        )
-        for name in ("item", "user")
-    ]
+TABLES = [table(f"t_{name}", name, width=WIDTH) for name in ("item", "user")]
 
 
 def make_features(words: Tensor, names: list[str], *, times: str | None = None):
@@ -231,7 +224,7 @@ def test_collection_attends_codes(basis, num_codes, names):
     ids = codes if basis == "none" else codes.packed_codes
     width = num_codes if basis == "none" else WIDTH
     config = TargetAttentionConfig("item", names, timestamps="t", history_codes=codes)
-    collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
+    collection = TargetAttentionEmbeddingBagCollection(TABLES, config)
     packed = draw_codes(ids, sum(LENGTHS))
     features = make_features(ids.to_int64(packed), names, times="t")
     pooled = collection(features)
@@ -249,12 +242,12 @@ def test_collection_attends_codes(basis, num_codes, names):
     assert torch.equal(torch.jit.script(traced)(features).values(), pooled.values())
 
 
-def test_collection_cuts_and_weighs_codes_for_requests():
+def test_collection_with_truncation_weights_and_candidates():
     """Weights of their first word are prior weights; requests have any number of candidates."""
     codes, names, counts = fitted(60), ["h", "h_1"], torch.tensor([2, 0, 1, 3, 1])
     config = TargetAttentionConfig("item", names, history_codes=codes, max_history=3)
     collection = TargetAttentionEmbeddingBagCollection(
-        make_tables(), config, is_weighted=True, candidates="jagged"
+        TABLES, config, is_weighted=True, candidates="jagged"
     )
     packed, lengths = draw_codes(codes.packed_codes, sum(LENGTHS)), torch.tensor(LENGTHS)
     values = [torch.arange(7), torch.arange(5), *codes.packed_codes.to_int64(packed).unbind(1)]
@@ -298,23 +291,20 @@ def test_collection_cuts_and_weighs_codes_for_requests():
 def test_wrong_configurations_are_named(change, error, message):
     options = {"target": "item", "history": "h", "history_codes": fitted()} | change
     with pytest.raises(error, match=message):
-        TargetAttentionEmbeddingBagCollection(make_tables(), TargetAttentionConfig(**options))
+        TargetAttentionEmbeddingBagCollection(TABLES, TargetAttentionConfig(**options))
 
 
 def test_a_key_of_the_output_is_named():
-    tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=WIDTH, num_embeddings=30, feature_names=["x"])
-        for name in ("a", "b")
-    ]
+    tables = [table(name, "x", width=WIDTH) for name in ("a", "b")]
     config = TargetAttentionConfig("item", "x@a", history_codes=fitted())
     with pytest.raises(ValueError, match=r"history must add a new key to the output, got 'x@a'"):
-        TargetAttentionEmbeddingBagCollection([*make_tables(), *tables], config)
+        TargetAttentionEmbeddingBagCollection([*TABLES, *tables], config)
 
 
 def test_wrong_features_are_named():
     codes = fitted()
     config = TargetAttentionConfig("item", "h", history_codes=codes)
-    collection = TargetAttentionEmbeddingBagCollection(make_tables(), config)
+    collection = TargetAttentionEmbeddingBagCollection(TABLES, config)
     words = codes.packed_codes.to_int64(draw_codes(codes.packed_codes, sum(LENGTHS)))
     with pytest.raises(ValueError, match=r"features must have the keys \['h'\] of history_codes"):
         collection(make_features(words, ["other"]))

@@ -29,15 +29,20 @@ from torchrec_jagged_attn import (
 )
 from torchrec_jagged_attn.collection.config import keys_of_candidates
 
-# Those beside the targets, of some scenarios; of a table of a target, of bags, and of several.
+# Features of candidates beside the targets: of a table of a target, of bags, of several tables.
 CANDIDATE_FEATURES = {
     "shared-table": ("tags",),
     "pooled-neighbours": ("bought", "tags"),
     "side-information": ("tags",),
+    "several-pairs": (),
     "features-in-two-tables": ("cat",),
+    "attended-and-pooled": (),
     "newest-rows": ("bought",),
     "weighted": ("tags", "user"),
+    "request-time": (),
+    "single-ids": (),
     "shared-table-single-lookup": ("user",),
+    "weighted-single-lookup": (),
 }
 
 
@@ -46,8 +51,7 @@ def as_requests(scenario: Scenario, *candidate_features: str) -> Scenario:
 
 
 REQUESTS = {
-    name: as_requests(scenario, *CANDIDATE_FEATURES.get(name, ()))
-    for name, scenario in SCENARIOS.items()
+    name: as_requests(SCENARIOS[name], *features) for name, features in CANDIDATE_FEATURES.items()
 }
 REQUESTS["target-of-two-tables"] = as_requests(
     Scenario(
@@ -153,7 +157,7 @@ def test_encoded_histories_and_user_embeddings(device: torch.device):
     check_against_oracle(collection, requests, [batch], lambda batch: to_samples(requests, batch))
 
 
-def test_histories_and_what_is_pooled_are_looked_up_once_for_all_candidates():
+def test_one_lookup_for_all_candidates():
     scenario = REQUESTS["side-information"]
     collection = make_collection(scenario)
     lookups = [*collection.embedding_collections.values(), collection.embedding_bag_collection]
@@ -201,7 +205,7 @@ def test_refused_at_construction(case: str):
         TargetAttentionEmbeddingBagCollection([ITEM, table("t_user", "user")], config, **arguments)
 
 
-def test_features_of_candidates_that_differ_in_length_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_candidate_features_of_different_lengths(monkeypatch: pytest.MonkeyPatch):
     scenario = as_requests(
         Scenario(
             [ITEM, table("t_cat", "cat", "cats"), table("t_brand", "brand")],
@@ -241,7 +245,7 @@ def test_rows_are_repeated_by_request(counts: list[int], dtype: torch.dtype, dev
     )
 
 
-def test_rows_that_do_not_fit_the_requests_are_refused():
+def test_invalid_rows_to_repeat():
     candidates = JaggedTensor(torch.arange(3), lengths=torch.tensor([2, 1]))
     with pytest.raises(ValueError, match=r"rows must have shape \[B, D\] = \[2, any\], got \[3, 4"):
         repeat_per_candidate(torch.rand(3, 4), candidates)

@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from tests.collection.scenarios import table
 from tests.fixtures import sync_debug_mode
 from tests.runs import assert_same_run
 from torchrec_jagged_attn import (
@@ -36,10 +37,10 @@ def make_features(device="cpu", *, weighted=False, seed=0):
     generator = torch.Generator().manual_seed(seed)
     lengths = {"user": [1] * 4, "item": LENGTHS, "tags": [2, 0, 1, 3]}
     lengths |= {"surface": LENGTHS, "dwell": LENGTHS}
-    of_all = torch.tensor([n for of_key in lengths.values() for n in of_key])
-    values = torch.randint(0, 20, (int(of_all.sum()),), generator=generator)
+    all_lengths = torch.tensor([n for key_lengths in lengths.values() for n in key_lengths])
+    values = torch.randint(0, 20, (int(all_lengths.sum()),), generator=generator)
     weights = torch.rand(len(values), generator=generator) if weighted else None
-    return KeyedJaggedTensor(list(lengths), values, weights, lengths=of_all).to(device)
+    return KeyedJaggedTensor(list(lengths), values, weights, lengths=all_lengths).to(device)
 
 
 def scores_of(features):
@@ -77,16 +78,16 @@ def test_events_of_highest_scores(keep, threshold, weighted, device):
     actual = selection(features)
     assert_kept(actual, features, rows)
     if weighted:
-        of_values = features.__class__(
+        expected = features.__class__(
             features.keys(), features.weights(), lengths=features.lengths()
         )
         weights = KeyedJaggedTensor(
             actual.keys(), actual.weights(), lengths=actual.lengths(), stride=actual.stride()
         )
-        assert_kept(weights, of_values, rows)
+        assert_kept(weights, expected, rows)
 
 
-def test_the_newest_are_those_of_history_truncation(device):
+def test_newest_events_equal_history_truncation(device):
     features = make_features(device)
     actual = EventSelection(HISTORY, 3)(features)
     expected = HistoryTruncation([(HISTORY, 3)])(features)
@@ -108,8 +109,8 @@ def test_segments_have_budgets(device):
     ):
         parts = []
         for segment, keep in enumerate([1, 3]):
-            own = (surface % 2 == segment).nonzero().flatten()
-            parts.append(own[rows_kept(dwell[own].float(), keep)])
+            candidates = (surface % 2 == segment).nonzero().flatten()
+            parts.append(candidates[rows_kept(dwell[candidates].float(), keep)])
         rows.append(torch.cat(parts).sort().values)
     assert_kept(actual, features, rows)
 
@@ -228,12 +229,7 @@ def test_attention_after_a_selection_without_waiting():
 
 
 def make_collection(is_weighted, device="cpu"):
-    tables = [
-        EmbeddingBagConfig(
-            name=name, embedding_dim=8, num_embeddings=20, feature_names=[name, *more]
-        )
-        for name, more in {"target": ["item"], "user": []}.items()
-    ]
+    tables = [table("target", "target", "item"), table("user", "user")]
     torch.manual_seed(0)
     attention = TargetAttentionConfig("target", "item", num_heads=2, recency_bias=False)
     return TargetAttentionEmbeddingBagCollection(tables, attention, is_weighted, device)
@@ -255,8 +251,8 @@ def test_boosts_are_prior_weights(device):
     for key in features.keys():  # noqa: SIM118
         lists = features[key].to_dense()
         if key == "item":
-            of_users = counts.long().split(LENGTHS)
-            lists = [x.repeat_interleave(n) for x, n in zip(lists, of_users, strict=True)]
+            user_counts = counts.long().split(LENGTHS)
+            lists = [x.repeat_interleave(n) for x, n in zip(lists, user_counts, strict=True)]
         repeated[key] = lists
     flat = [x for lists in repeated.values() for x in lists]
     again = KeyedJaggedTensor(
@@ -266,7 +262,7 @@ def test_boosts_are_prior_weights(device):
     assert_same_run(boosted.values(), expected.values(), num_terms=100)
 
 
-def test_boosts_multiply_weights_that_are_there():
+def test_boosts_multiply_weights():
     features = make_features(weighted=True)
     factor = torch.arange(12.0)
     boosted = EventBoosting(HISTORY, lambda x: factor)(features)
@@ -277,7 +273,7 @@ def test_boosts_multiply_weights_that_are_there():
 
 
 def test_relevance_selects_and_boosts(device):
-    """All parts together: the events are those of active sessions, the others count less."""
+    """Selection and boosting together, with segments by active sessions."""
     features = make_features(device)
     relevance = Relevance(20, device=device)
     dwell, surface = (features[key].values() for key in ("dwell", "surface"))

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DLRMTrain
@@ -28,6 +27,7 @@ from tests.pipeline.training import (
     train,
     train_alike,
 )
+from tests.torchrec.test_batches_of_ranks import as_tensor_dict
 from tests.torchrec.two_ranks import make_model
 from torchrec_jagged_attn.pipeline.batches import StepInputs, difference
 
@@ -109,14 +109,6 @@ class SlotBatch:
     def record_stream(self, stream: Any) -> None:
         for x in (self.dense, self.sparse, self.labels):
             x.record_stream(stream)
-
-
-def as_tensor_dict(features: KeyedJaggedTensor) -> TensorDict:
-    nested = {
-        key: torch.nested.nested_tensor_from_jagged(x.values(), x.offsets())
-        for key, x in features.to_dict().items()
-    }
-    return TensorDict(nested, batch_size=[features.stride()])
 
 
 class Reading(DLRMTrain):
@@ -237,7 +229,7 @@ def test_other_dtypes_of_features(
     assert count_reasons(run, OTHER_DTYPES) == 5
 
 
-def test_weights_that_disappear(device: torch.device):
+def test_missing_weights(device: torch.device):
     """A step without them is eager, and has the error of an eager step."""
     errors = []
     for pipeline_type in PIPELINES:

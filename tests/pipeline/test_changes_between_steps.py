@@ -156,7 +156,7 @@ def train_changed(
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_captured_again_if_it_must_be(name: str, device: torch.device, default_precision: None):
+def test_recapture(name: str, device: torch.device, default_precision: None):
     change, num_captures = CHANGES[name]
 
     def change_once(step: int, pipeline: Any) -> None:
@@ -291,7 +291,7 @@ def test_optimizers_that_accumulate_gradients(device: torch.device):
         train(pipeline, map(make_batch, range(NUM_STEPS)))
 
 
-def test_parameters_that_no_optimizer_has(device: torch.device):
+def test_parameters_without_optimizer(device: torch.device):
     """Nothing clears their gradients."""
 
     def layer_sgd(model: DistributedModelParallel) -> torch.optim.Optimizer:

@@ -219,7 +219,7 @@ def test_counts_of_steps(device: torch.device):
     assert count_reasons(run, OVERFLOW) == sum(run.eager_steps.values()) == 1
 
 
-def test_a_larger_capacity_after_more_than_five_batches_that_did_not_fit(device: torch.device):
+def test_recapture_after_six_overflows(device: torch.device):
     lengths = [4] * 4 + [9] * 10
     run = train_batches(device, batches_of_lengths(*lengths))
     assert run.num_captures == 2
@@ -227,9 +227,7 @@ def test_a_larger_capacity_after_more_than_five_batches_that_did_not_fit(device:
     assert run.num_replayed_steps == len(lengths) - SHORT_WARM_UP - 6
 
 
-def test_five_batches_that_do_not_fit_among_the_last_ones(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_recapture_after_five_overflows(device: torch.device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train_pipeline, "LAST_STEPS", 10)
     lengths = [4] * 4 + [9, 4] * 8
     run = train_batches(device, batches_of_lengths(*lengths))
@@ -245,7 +243,7 @@ def test_another_batch_size_once(device: torch.device):
     assert count_reasons(run, OTHER_SIZE) == 1
 
 
-def test_another_batch_size_that_lasts(device: torch.device):
+def test_permanent_batch_size(device: torch.device):
     sizes = [4] * 4 + [3] * 10
     batches = [make_batch(step, num_samples=size) for step, size in enumerate(sizes)]
     run = train_batches(device, batches)
@@ -262,7 +260,7 @@ def test_alternating_batch_sizes_are_captured_once(sizes: tuple[int, ...], devic
     assert count_reasons(run, OTHER_SIZE) == sum(size != 4 for size in sizes)
 
 
-def test_numbers_of_pooled_ids_that_vary_later(device: torch.device):
+def test_varying_bag_lengths(device: torch.device):
     """Lookups inside the graph are captured again, outside."""
     bag_lengths = [2] * 5 + [3, 2, 1] * 6
     batches = [make_batch(step, bag_length=length) for step, length in enumerate(bag_lengths)]

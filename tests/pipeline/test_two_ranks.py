@@ -372,7 +372,7 @@ EAGER_STEPS = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_all_ranks_run_a_step_eagerly_if_one_must(ranks: OnRanks, name: str):
+def test_all_ranks_run_eagerly_if_one_must(ranks: OnRanks, name: str):
     results = results_of(ranks, name)
     number, *reasons = EAGER_STEPS[name]
     is_alone = len(ranks) == 1 and not any(MISFITS[name][0])
@@ -388,13 +388,13 @@ def test_all_ranks_run_a_step_eagerly_if_one_must(ranks: OnRanks, name: str):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_ranks_train_as_many_batches_as_the_shortest(ranks: OnRanks, order: str):
+def test_uneven_numbers_of_batches(ranks: OnRanks, order: str):
     for expected, losses in results_of(ranks, order):
         assert len(losses) == len(expected) >= 5
         assert_same_run(losses, expected, num_steps=None)
 
 
-def test_all_ranks_refuse_numbers_that_change_on_one(ranks: OnRanks):
+def test_changing_python_number_on_one_rank(ranks: OnRanks):
     errors = results_of(ranks, "counting")
     for error in errors:
         assert error.startswith("RuntimeError")
@@ -402,7 +402,7 @@ def test_all_ranks_refuse_numbers_that_change_on_one(ranks: OnRanks):
     assert all("another rank" in error for error in errors[:-1])
 
 
-def test_all_ranks_refuse_a_hook_on_one(ranks: OnRanks):
+def test_hook_on_one_rank(ranks: OnRanks):
     error, *others = results_of(ranks, "hook")
     assert error.startswith("NotImplementedError: parameters must have no hooks")
     assert others == ["RuntimeError: the capture failed on another rank, see its error"] * len(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.datasets.utils import Batch
@@ -18,19 +17,19 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.models.dlrm import DLRM, DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.mlp import Perceptron
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.collection.scenarios import to_features
 from tests.torchrec.two_ranks import (
     FEATURES,
     NUM_IDS,
     assert_same_run,
     make_model,
+    make_tables,
     shard_with_weights,
+    use_softplus,
 )
 from torchrec_jagged_attn import HistoryEmbeddingCollectionSharder
 from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph, train_pipeline
@@ -84,17 +83,11 @@ def make_batch(
         num_ids = num_cats if name in ("cat", "hist_cat") else NUM_IDS
         ids[name] = [[int(num_ids * rng.random() ** 3) for _ in range(n)] for n in lengths]
     ids["times"] = [sorted(times) for times in ids["times"]]
-    values = torch.tensor([i for rows in ids.values() for row in rows for i in row]).long()
     generator = torch.Generator().manual_seed(1000 * step + rank)
     num_rows = num_samples if candidates is None else sum(candidates)
     return Batch(
         dense_features=torch.randn(num_rows, 3, generator=generator),
-        sparse_features=KeyedJaggedTensor(
-            keys=list(ids),
-            values=values,
-            weights=values % 4 / 2 if is_weighted else None,
-            lengths=torch.tensor([len(row) for rows in ids.values() for row in rows]).long(),
-        ),
+        sparse_features=to_features(ids, is_weighted=is_weighted),
         labels=torch.arange(num_rows) % 2,
     )
 
@@ -109,28 +102,10 @@ class ScaledBatch(Batch):
         return ScaledBatch(**vars(super().to(device, non_blocking)), scale=self.scale)
 
 
-def use_softplus(model: nn.Module) -> None:
-    """In place of ReLU, whose gradient rounding can decide."""
-    for module in model.modules():
-        if isinstance(module, Perceptron):
-            module._activation_fn = F.softplus
-
-
 def make_dlrm() -> DLRMTrain:
     """A DLRM of TorchRec, which pools tags by mean and other features by sum."""
     torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(
-            name=name,
-            embedding_dim=8,
-            num_embeddings=NUM_IDS,
-            feature_names=features,
-            pooling=PoolingType.MEAN if name == "t_tag" else PoolingType.SUM,
-            init_fn=nn.init.normal_,
-        )
-        for name, features in FEATURES.items()
-    ]
-    bags = EmbeddingBagCollection(tables, device=CPU)
+    bags = EmbeddingBagCollection(make_tables(), device=CPU)
     model = DLRMTrain(DLRM(bags, 3, [8], [8, 1], dense_device=CPU))
     use_softplus(model)
     return model

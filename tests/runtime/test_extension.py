@@ -32,6 +32,7 @@ BUILD = (
     "print(extension.build())",
 )
 NO_COMPILER = {"CXX": "no-such-compiler"}
+FIND_OUTPUT = 'while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done'
 
 
 def error_of(lines, environment):
@@ -43,18 +44,12 @@ def error_of(lines, environment):
 
 
 @pytest.mark.parametrize("missing", ["compiler", "working compiler", "folder"])
-def test_where_nothing_can_be_built(missing, tmp_path):
-    """Each call raises an error of three lines, which says what is missing and what to do."""
+def test_build_errors(missing, tmp_path):
+    """Each call raises an error of three lines, with the reason and advice."""
     (tmp_path / "file").touch()
     broken = tmp_path / "g++"
-    lines = (
-        "#!/bin/sh",
-        '[ "$1" = -MMD ] || exec echo 13.2.0',
-        "for i in 1 2 3; do echo a.h:$i: fatal error: no b.h; done",
-        "exit 1",
-    )
-    broken.write_text("\n".join(lines))
-    broken.chmod(0o755)
+    errors = "for i in 1 2 3; do echo a.h:$i: fatal error: no b.h; done"
+    processes.write_script(broken, '[ "$1" = -MMD ] || exec echo 13.2.0', errors, "exit 1")
     folder = str(tmp_path / "file" / "folder")
     environment, reason, advice = {
         "compiler": (NO_COMPILER, "no-such-compiler", "install g++"),
@@ -102,13 +97,7 @@ def built(tmp_path):
 def with_compiler(tmp_path):
     """Variables of a compiler that takes no time: it puts out the library that is there."""
     compiler = tmp_path / "c++"
-    lines = (
-        "#!/bin/sh",
-        'while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done',
-        f'[ $# -lt 2 ] || cp {extension.build()} "$2"',
-    )
-    compiler.write_text("\n".join(lines))
-    compiler.chmod(0o755)
+    processes.write_script(compiler, FIND_OUTPUT, f'[ $# -lt 2 ] || cp {extension.build()} "$2"')
     return {"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
 
 
@@ -145,13 +134,7 @@ def test_a_library_that_does_not_load_is_built_again(built, with_compiler):
 def test_a_built_library_that_does_not_load(tmp_path):
     """Another folder would not help where another compiler is needed."""
     compiler = tmp_path / "c++"
-    lines = (
-        "#!/bin/sh",
-        'while [ $# -gt 1 ] && [ "$1" != -o ]; do shift; done',
-        '[ $# -lt 2 ] || echo no library > "$2"',
-    )
-    compiler.write_text("\n".join(lines))
-    compiler.chmod(0o755)
+    processes.write_script(compiler, FIND_OUTPUT, '[ $# -lt 2 ] || echo no library > "$2"')
     said = error_of(ATTEND, {"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert "invalid ELF header" in said[1] or "file too short" in said[1]
     assert "name a compiler that suits PyTorch in the variable CXX" in said[2]

@@ -69,7 +69,7 @@ def launched(monkeypatch):
     [{}, {0: torch.ones(7)}, {2: 64}, {3: 1}, {3: 16}, {4: 2.0}],
     ids=["same", "values", "stride", "one", "divisible", "scale"],
 )
-def test_calls_alike_share_what_was_compiled(launched, change):
+def test_equal_signatures_share_a_kernel(launched, change):
     launcher, calls, arguments = launched
     arguments = tuple(change.get(at, value) for at, value in enumerate(arguments))
     launcher((5, 2), arguments, CONSTANTS)
@@ -79,7 +79,7 @@ def test_calls_alike_share_what_was_compiled(launched, change):
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_are_told(launched, hook):
+def test_launch_hooks(launched, hook):
     launcher, calls, arguments = launched
     chain = getattr(knobs.runtime, hook)
     chain.add(print)
@@ -104,14 +104,14 @@ def test_hooks_are_told(launched, hook):
     ],
     ids=["dtype", "alignment", "none", "odd", "one", "wide", "constant", "option"],
 )
-def test_others_are_compiled_anew(launched, change, constants):
+def test_other_signatures_are_compiled(launched, change, constants):
     launcher, calls, arguments = launched
     arguments = tuple(change.get(at, value) for at, value in enumerate(arguments))
     launcher((3,), arguments, CONSTANTS | constants)
     assert [call[0] for call in calls] == ["compiled"]
 
 
-def test_descriptors_are_alike_where_their_dtypes_and_boxes_are(launched):
+def test_descriptors(launched):
     launcher, calls, arguments = launched
 
     def launch(dtype, width):
@@ -154,7 +154,7 @@ def test_device_is_that_of_the_first_tensor(launched):
     assert calls[1][1][3] == "stream of -1"
 
 
-def test_records_are_alike_where_their_fields_are(launched):
+def test_records(launched):
     launcher, calls, arguments = launched
     x = torch.zeros(64)
 

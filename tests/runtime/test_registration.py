@@ -58,7 +58,7 @@ def test_modes_see_both_directions(leaves, device):
     assert recorder.names == ["target_attention", "target_attention_backward"]
 
 
-def test_modes_see_backward_of_what_they_did_not_see(leaves, out):
+def test_modes_see_backward_alone(leaves, out):
     with Recorder() as recorder:
         torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert recorder.names == ["target_attention_backward"]

@@ -50,22 +50,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 DROPPED = {"dropout": 0.4, "candidates": "jagged"}
 WAYS: dict[str, tuple[ShardingType, type[EmbeddingCollectionSharder]]] = {
-    "travel": (ShardingType.TABLE_WISE, EmbeddingCollectionSharder),
-    "travel by row": (ShardingType.ROW_WISE, EmbeddingCollectionSharder),
-    "stay by table": (ShardingType.TABLE_WISE, HistoryEmbeddingCollectionSharder),
-    "stay by row": (ShardingType.ROW_WISE, HistoryEmbeddingCollectionSharder),
+    "sent by table": (ShardingType.TABLE_WISE, EmbeddingCollectionSharder),
+    "sent by row": (ShardingType.ROW_WISE, EmbeddingCollectionSharder),
+    "owner-side by table": (ShardingType.TABLE_WISE, HistoryEmbeddingCollectionSharder),
+    "owner-side by row": (ShardingType.ROW_WISE, HistoryEmbeddingCollectionSharder),
 }
 # Each option with sent history rows, and with attention on owner ranks.
 CASES = [
     *(
         (name, way)
         for name in ("one candidate", "encoded", "silu")
-        for way in ("travel by row", "stay by table")
+        for way in ("sent by row", "owner-side by table")
     ),
     *(
         (name, way)
         for name in ("requests", "projected", "a lookup of one history")
-        for way in ("travel", "stay by row")
+        for way in ("sent by table", "owner-side by row")
     ),
 ]
 SIZES = [(3, 0), (0, 2), (0, 0), (3, 3)]
@@ -123,7 +123,7 @@ def as_tensor_dict(features: KeyedJaggedTensor) -> TensorDict:
 def sharded(
     device: torch.device,
     collection: nn.Module,
-    way: str = "travel",
+    way: str = "sent by table",
     pooled: ShardingType = ShardingType.TABLE_WISE,
     **fused_params: Any,
 ) -> DistributedModelParallel:
@@ -232,11 +232,11 @@ def test_dropout_if_a_rank_has_no_sample(on_ranks: OnRanks, way: str):
         for sizes in ((3, 0), (0, 2)):
             name = f"dropped {sizes}"
             assert outputs[way][name].shape == (sizes[rank], 24)
-            if way.startswith("travel"):
-                assert_same_run(outputs[way][name], outputs["travel"][name])
+            if way.startswith("sent"):
+                assert_same_run(outputs[way][name], outputs["sent by table"][name])
             elif sizes[rank]:
                 assert outputs[way][name].isfinite().all()
-                assert not torch.equal(outputs[way][name], outputs["travel"][name])
+                assert not torch.equal(outputs[way][name], outputs["sent by table"][name])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -254,7 +254,7 @@ def test_a_tensordict_is_taken(on_ranks: OnRanks, name: str, way: str):
     assert torch.equal(alone.values(), expected(name, 3))
 
 
-def test_half_lookups_where_ranks_have_no_table(on_ranks: OnRanks):
+def test_half_precision_on_ranks_without_tables(on_ranks: OnRanks):
     model = make_collection()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses = losses_of_steps(model, optimizer, "cpu")
@@ -278,7 +278,7 @@ def train_on_four_ranks(device: torch.device) -> list[tuple[Tensor, dict[str, Te
     for options in FEW:
         # FBGEMM takes no lookup on CPU all of whose tables are empty.
         collection = make_collection(**options)
-        model = sharded(device, collection, "stay by row", ShardingType.ROW_WISE)
+        model = sharded(device, collection, "owner-side by row", ShardingType.ROW_WISE)
         optimizer = dense_optimizer(model)
         batch = make_batch(dist.get_rank(), num_ids=3).to(device)
         model(batch).values().square().sum().backward()
@@ -287,7 +287,7 @@ def train_on_four_ranks(device: torch.device) -> list[tuple[Tensor, dict[str, Te
     return results
 
 
-def test_four_ranks_of_which_some_have_no_row(backend: str, tmp_path):
+def test_four_ranks_some_without_rows(backend: str, tmp_path):
     ranks = run_ranks(train_on_four_ranks, tmp_path, backend, ranks=4)
     for at, options in enumerate(FEW):
         model = make_collection(**options)
@@ -348,7 +348,7 @@ def train_with_ages(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor
     """The output of this rank, and gradients of the attention."""
     results = []
     for dtype, options in AGED:
-        model = sharded(device, make_aged(**options), "stay by row")
+        model = sharded(device, make_aged(**options), "owner-side by row")
         out = model(make_events(dist.get_rank(), dtype).to(device)).values()
         out.square().sum().backward()
         grads = {
@@ -360,7 +360,7 @@ def train_with_ages(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor
     return results
 
 
-def test_ages_are_those_of_one_rank(backend: str, tmp_path):
+def test_ages_equal_one_rank(backend: str, tmp_path):
     ranks = run_ranks(train_with_ages, tmp_path, backend)
     for at, (dtype, options) in enumerate(AGED):
         model = make_aged(**options)

@@ -1,6 +1,5 @@
 """Sharded training of the facade equals training in one process."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import (
@@ -24,7 +22,6 @@ from tests.torchrec.two_ranks import (
     batches,
     device_of,
     full_state_dict,
-    load,
     make_model,
     make_sharded_model,
     optimize_tables,
@@ -110,22 +107,20 @@ def train_across_hosts(device: torch.device) -> dict[ShardingType, dict[str, Any
     return results
 
 
-def run_two_hosts(
-    function: Callable[..., Any], tmp_path: Path, backend: str, ranks_of_host: int = 2
-) -> list[Any]:
-    """``run_ranks`` where the ranks believe to be on two hosts, which share the GPUs there are."""
+def test_bags_across_two_hosts(tmp_path: Path, backend: str):
+    """By rows within a host; on a grid, also by columns over hosts. Both run on one machine."""
+    ranks_of_host = 2
     if backend == "nccl":
         if torch.cuda.device_count() < 2:
             pytest.skip(f"needs a GPU for each host, got {torch.cuda.device_count()}")
-        ranks_of_host = min(ranks_of_host, torch.cuda.device_count() // 2)
-    return run_ranks(
-        function, tmp_path, backend, ranks=2 * ranks_of_host, ranks_of_host=ranks_of_host
+        ranks_of_host = min(2, torch.cuda.device_count() // 2)
+    ranks = run_ranks(
+        train_across_hosts,
+        tmp_path,
+        backend,
+        ranks=2 * ranks_of_host,
+        ranks_of_host=ranks_of_host,
     )
-
-
-def test_bags_across_two_hosts(tmp_path: Path, backend: str):
-    """By rows within a host; on a grid, by columns over hosts, too."""
-    ranks = run_two_hosts(train_across_hosts, tmp_path, backend)
     device = device_of(backend)
     model = make_model(tags=PoolingType.SUM).to(device)
     expected = train_unsharded(model, "SGD", len(ranks), device, STEPS_OF_EQUAL_BATCHES)
@@ -133,34 +128,6 @@ def test_bags_across_two_hosts(tmp_path: Path, backend: str):
         assert_equal_training(
             [results[sharding] for results in ranks], expected, model, sharding.value
         )
-
-
-def means_on_a_grid(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Outputs of bags of two rows on a grid, and the configured ones."""
-    table = EmbeddingBagConfig(
-        name="t_tag",
-        embedding_dim=8,
-        num_embeddings=4,
-        feature_names=["feature"],
-        pooling=PoolingType.MEAN,
-    )
-    torch.manual_seed(0)
-    bags = EmbeddingBagCollection([table])
-    features = KeyedJaggedTensor(
-        keys=["feature"], values=torch.tensor([0, 3]), lengths=torch.tensor([2])
-    )
-    expected = bags(features).values()
-    state = {name: value.clone() for name, value in bags.state_dict().items()}
-    grid = ShardingType.GRID_SHARD
-    model = shard(bags, device, grid, bags=grid, sharders=[AnyShardingOfBags()])
-    load(model, state)
-    return model(features.to(device)).values().detach(), expected.detach()
-
-
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="they come out as sums")
-def test_upstream_means_of_bags_on_a_grid(tmp_path: Path):
-    for actual, mean in run_two_hosts(means_on_a_grid, tmp_path, "gloo", ranks_of_host=1):
-        assert_same_run(actual, mean, num_terms=2)
 
 
 def assert_equal_training(

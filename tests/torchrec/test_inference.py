@@ -1,8 +1,4 @@
-"""Inference with a trained DLRM: quantized, sharded, traced, scripted, exported, compiled.
-
-Each step gives what the one before it gives. Where TorchRec or FBGEMM itself cannot, a test without
-our code shows it, and fails on the day it can.
-"""
+"""Inference with a trained DLRM: quantized, sharded, traced, scripted, exported."""
 
 import functools
 from pathlib import Path
@@ -10,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import UnsafeScriptObjectError
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torchrec.distributed.global_settings import set_propogate_device
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.fx import Tracer
@@ -22,15 +16,10 @@ from torchrec.inference.modules import (
     quantize_inference_model,
     shard_quant_model,
 )
-from torchrec.modules.embedding_configs import (
-    DataType,
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-    PoolingType,
-)
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from tests.collection.scenarios import table
 from tests.torchrec.two_ranks import (
     FEATURES,
     NUM_IDS,
@@ -124,23 +113,20 @@ def test_quantized_tables(tables: str, device: torch.device):
             assert not torch.equal(given, table)
             assert (given - table).abs().max() < largest / (10 if tables == "int4" else 200)
             table.copy_(given)
-        for batch in inputs(device):  # bags may be rounded: three, of which logits are sums
+        for batch in inputs(device):  # logits are sums of three bags, which may be rounded
             terms = {"num_terms": 3 * 8, "dtype": QUANTIZED[tables][1]}
             assert_same_run(quantized(*batch), expected(*batch), **terms)
 
 
 def make_quantizable() -> TargetAttentionEmbeddingBagCollection:
-    tables = [
-        EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=9, feature_names=features)
-        for name, features in (("t1", ["item", "hist"]), ("t2", ["user"]))
-    ]
+    tables = [table("t1", "item", "hist"), table("t2", "user")]
     return TargetAttentionEmbeddingBagCollection(
         tables, TargetAttentionConfig("item", "hist")
     ).eval()
 
 
 @pytest.mark.parametrize("output_dtype", [torch.float16, torch.float32])
-def test_quantized_outputs_have_the_dtype_that_was_asked_for(output_dtype: torch.dtype):
+def test_quantized_output_dtype(output_dtype: torch.dtype):
     model = nn.Sequential(make_quantizable())
     quantize_inference_model(
         model, output_dtype=output_dtype, per_table_weight_dtype={"t1": torch.float16}
@@ -155,7 +141,7 @@ def test_quantized_outputs_have_the_dtype_that_was_asked_for(output_dtype: torch
     assert [table.data_type for table in tables] == [DataType.FP16, DataType.INT8]
 
 
-def test_sequences_left_out_of_quantization_are_named():
+def test_unquantized_sequences_are_refused():
     model = nn.Sequential(make_quantizable())
     quantize_embeddings(model, dtype=torch.int8, inplace=True)  # of bags alone, by default
     tables = model[0].embedding_bag_configs()
@@ -261,7 +247,7 @@ def test_exported(tables: str, device: torch.device, tmp_path: Path, fake_classe
         assert_equal(export(scorer, device, strict=True).module(), scorer, device)
 
 
-def test_an_exported_program_checks_what_eager_mode_checks(device: torch.device):
+def test_exported_program_checks_inputs(device: torch.device):
     """Numbers of rows; their errors are the exporter's."""
     program = exported("fp32", device).module()
     dense, ids, lengths = inputs(device)[0]
@@ -269,115 +255,3 @@ def test_an_exported_program_checks_what_eager_mode_checks(device: torch.device)
     two_targets[KEYS.index("item"), 0] += 1
     with pytest.raises((RuntimeError, AssertionError)):
         program(dense, torch.cat([ids, ids[:1]]), two_targets)
-
-
-# What TorchRec and FBGEMM cannot do
-
-
-class Bags(nn.Module):
-    def __init__(self, poolings: list[PoolingType]) -> None:
-        super().__init__()
-        self.keys = [f"f{index}" for index in range(len(poolings))]
-        self.bags = EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(
-                    name=f"t_{key}",
-                    embedding_dim=8,
-                    num_embeddings=9,
-                    feature_names=[key],
-                    pooling=pooling,
-                )
-                for key, pooling in zip(self.keys, poolings, strict=True)
-            ]
-        )
-
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        features = KeyedJaggedTensor(keys=self.keys, values=ids, lengths=lengths)
-        return self.bags(features).values()
-
-
-BAG_INPUTS = (torch.tensor([1, 2, 3]), torch.tensor([1, 2]))
-
-
-def quantized_bags(
-    *poolings: PoolingType, dtype: torch.dtype = torch.qint8, called: bool = True
-) -> Bags:
-    bags = quantize_inference_model(
-        Bags(list(poolings) or [PoolingType.SUM]), quantization_dtype=dtype
-    )
-    if called:
-        bags(*BAG_INPUTS)
-    return bags
-
-
-@pytest.mark.xfail(
-    strict=True, raises=IndexError, reason="quantized lookups make a buffer at their first call"
-)
-def test_upstream_export_before_the_first_call(fake_classes):
-    torch.export.export(quantized_bags(called=False), BAG_INPUTS, strict=False)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=(UnsafeScriptObjectError, AssertionError),
-    reason="Dynamo takes the queue that lookups hold for an alias",
-)
-def test_upstream_strict_export_of_quantized_tables(fake_classes):
-    torch.export.export(quantized_bags(), BAG_INPUTS, strict=True)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=NotImplementedError,
-    reason="UInt4Tensor has no as_strided, which Inductor calls",
-)
-def test_upstream_int4_tables_compiled_ahead_of_time(tmp_path: Path, fake_classes):
-    program = torch.export.export(quantized_bags(dtype=torch.quint4x2), BAG_INPUTS, strict=False)
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "bags.pt2"))
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=GuardOnDataDependentSymNode,
-    reason="the check of ids writes into views of them",
-)
-def test_upstream_bags_of_two_poolings_compiled_ahead_of_time(tmp_path: Path, fake_classes):
-    bags = quantized_bags(PoolingType.SUM, PoolingType.MEAN)
-    program = torch.export.export(bags, BAG_INPUTS, strict=False)
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "bags.pt2"))
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="keys that begin with the module's are not cut to these",
-)
-def test_upstream_rows_of_quantized_sequences():
-    table = EmbeddingConfig(name="t", embedding_dim=8, num_embeddings=9, feature_names=["f"])
-    sequences = quantize_inference_model(nn.Sequential(EmbeddingCollection([table])))
-    sharded, _ = shard_quant_model(
-        sequences,
-        compute_device="cpu",
-        sharding_device="cpu",
-        constraints={
-            "t": ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["quant"])
-        },
-    )
-    sharded(
-        KeyedJaggedTensor(
-            keys=["f", "other"], values=torch.tensor([1, 2]), lengths=torch.tensor([1, 1])
-        )
-    )
-
-
-@pytest.mark.filterwarnings("ignore:fbgemm")
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="permute_1D_sparse_data has no gradient"
-)
-def test_upstream_gradient_of_lookups_with_several_batch_sizes_on_cpu():
-    rows = torch.randn(3, requires_grad=True)
-    _, repeated, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-        torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([1, 2]), rows
-    )
-    repeated.sum().backward()
-    assert rows.grad is not None

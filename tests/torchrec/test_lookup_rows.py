@@ -79,8 +79,8 @@ def unique_ids_on_cpu(
     return lengths, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), unique, reverse
 
 
-# How tables are sharded and learn, what the model does, and whether ids are looked up once, and
-# samples of a key.
+# Sharding, optimizer of tables, options of the model, and whether equal ids, and equal samples of a
+# key, are looked up once.
 CASES: dict[str, tuple[ShardingType, str, dict[str, Any], bool, bool]] = {
     "ids, by table": (ShardingType.TABLE_WISE, "SGD", {}, True, False),
     "ids, by row": (ShardingType.ROW_WISE, "RowWiseAdagrad", {}, True, False),

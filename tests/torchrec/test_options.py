@@ -87,17 +87,17 @@ def deduplicated(device: torch.device) -> Losses:
     return losses_of(make_sharded_model(device, sharders=sharders), device)
 
 
-STAY: dict[str, Any] = {"side_by_side": False, "init": "mha"}
-"""Options of a model whose rows of histories stay, if their sharder is told so."""
+SEPARATE: dict[str, Any] = {"side_by_side": False, "init": "mha"}
+"""Options of a model whose attention is on owner ranks, if its sharder supports it."""
 
 
-def stay(
+def make_owner_side(
     device: torch.device, sharders: list[ModuleSharder] | None = None, **options: Any
 ) -> DistributedModelParallel:
-    """A model whose rows of histories stay with their shard."""
+    """A model with owner-side attention."""
     sharders = fused(HistoryEmbeddingCollectionSharder) if sharders is None else sharders
     return make_sharded_model(
-        device, ShardingType.ROW_WISE, sharders=sharders, encoder=STAY, **options
+        device, ShardingType.ROW_WISE, sharders=sharders, encoder=SEPARATE, **options
     )
 
 
@@ -215,14 +215,14 @@ def evaluated_once(
     ]
 
 
-def refused_where_rows_stay(device: torch.device) -> Losses:
+def refused_with_owner_side_attention(device: torch.device) -> Losses:
     features = with_equal_samples_once(make_batch(0, dist.get_rank())).to(device).sparse_features
-    collection = collection_of(stay(device))
+    collection = collection_of(make_owner_side(device))
     with pytest.raises(NotImplementedError, match="features must have one batch size with History"):
         collection(features)
     features = make_batch(0, dist.get_rank(), is_weighted=True).to(device).sparse_features
     features.weights().requires_grad_()
-    collection = collection_of(stay(device, is_weighted=True, tags=PoolingType.SUM))
+    collection = collection_of(make_owner_side(device, is_weighted=True, tags=PoolingType.SUM))
     with pytest.raises(NotImplementedError, match="prior_weights must require no gradient where"):
         collection(features)
     lookup = collection.embedding_collections["8"]
@@ -230,7 +230,7 @@ def refused_where_rows_stay(device: torch.device) -> Losses:
     features = make_batch(0, dist.get_rank(), is_weighted=True).to(device).sparse_features
     with pytest.raises(NotImplementedError, match="got histories that were detached"):
         collection(features)
-    tables = make_model(**STAY).model.sparse_arch.embedding_bag_collection.embedding_collections
+    tables = make_model(**SEPARATE).model.sparse_arch.embedding_bag_collection.embedding_collections
     with pytest.raises(NotImplementedError, match=r"'t_item' must be sharded in .*use 'row_wise'"):
         shard(tables, device, ShardingType.COLUMN_WISE, sharders=[ColumnWise()])
     for config in tables["8"].embedding_configs():
@@ -290,7 +290,7 @@ def make_with_codes(device: torch.device) -> DistributedModelParallel:
     return make_sharded_model(device, encoder=over_codes())
 
 
-STAYING = HistoryEmbeddingCollectionSharder
+OWNER_SIDE = HistoryEmbeddingCollectionSharder
 OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     "plain": trained_with(),
     "activation checkpointing": changed(recompute),
@@ -309,14 +309,14 @@ OPTIONS: dict[str, Callable[[torch.device], Losses]] = {
     "variable batch sizes, output_dtype bf16": functools.partial(
         variable_batch_sizes, sharders=fused(output_dtype=SparseType.BF16)
     ),
-    "stay": trained_with(stay),
-    "stay, activation checkpointing": changed(recompute, STAYING, **STAY),
-    "stay, torch.compile of the attention": changed(
-        functools.partial(compile_attention, fullgraph=False), STAYING, **STAY
+    "owner-side": trained_with(make_owner_side),
+    "owner-side, activation checkpointing": changed(recompute, OWNER_SIDE, **SEPARATE),
+    "owner-side, torch.compile of the attention": changed(
+        functools.partial(compile_attention, fullgraph=False), OWNER_SIDE, **SEPARATE
     ),
-    "stay, autocast": lambda device: autocast(device, stay),
-    "stay, evaluated": lambda device: evaluated(stay(device).eval(), device),
-    "refused where rows stay": refused_where_rows_stay,
+    "owner-side, autocast": lambda device: autocast(device, make_owner_side),
+    "owner-side, evaluated": lambda device: evaluated(make_owner_side(device).eval(), device),
+    "refused with owner-side attention": refused_with_owner_side_attention,
     "is_weighted, max_history": trained_with(weighted),
     "is_weighted, max_history, variable batch sizes, evaluated": evaluated_once(weighted),
 }
@@ -328,11 +328,13 @@ for half in HALF:
         f"output_dtype {half}": trained_with(sharders=fused(output_dtype=output_dtype)),
         f"{half} codecs": trained_with(sharding=ShardingType.ROW_WISE, sharders=codecs(precision)),
         f"{half} tables": trained_with(data_type=data_type),
-        f"stay, output_dtype {half}": trained_with(
-            stay, sharders=fused(STAYING, output_dtype=output_dtype)
+        f"owner-side, output_dtype {half}": trained_with(
+            make_owner_side, sharders=fused(OWNER_SIDE, output_dtype=output_dtype)
         ),
-        f"stay, {half} codecs": trained_with(stay, sharders=codecs(precision, STAYING)),
-        f"stay, {half} tables": trained_with(stay, data_type=data_type),
+        f"owner-side, {half} codecs": trained_with(
+            make_owner_side, sharders=codecs(precision, OWNER_SIDE)
+        ),
+        f"owner-side, {half} tables": trained_with(make_owner_side, data_type=data_type),
     }
 
 
@@ -363,15 +365,15 @@ REFUSED = {
         "output_dtype bf16": "not implemented for 'BFloat16'",
         "variable batch sizes, output_dtype bf16": "not implemented for 'BFloat16'",
         "bf16 tables": "not implemented for 'BFloat16'",
-        "stay, output_dtype bf16": "not implemented for 'BFloat16'",
-        "stay, bf16 tables": "not implemented for 'BFloat16'",
+        "owner-side, output_dtype bf16": "not implemented for 'BFloat16'",
+        "owner-side, bf16 tables": "not implemented for 'BFloat16'",
     },
     "nccl": {
         # TorchRec 1.6 cannot make a JaggedTensor without lengths, as PyTorch's pytrees do.
         "activation checkpointing": "Must provide lengths or offsets",
-        "stay, activation checkpointing": "Must provide lengths or offsets",
+        "owner-side, activation checkpointing": "Must provide lengths or offsets",
         "bf16 tables": "cache_precision bf16 not supported",
-        "stay, bf16 tables": "cache_precision bf16 not supported",
+        "owner-side, bf16 tables": "cache_precision bf16 not supported",
         # Ours, or FBGEMM's since 1.6.
         "variable batch sizes, output_dtype bf16": "must be pooled in fp32 or fp16 on a GPU|"
         "vbe_output dtype must match TBE output dtype",
@@ -417,9 +419,9 @@ def test_trains_as_the_plain_model(trained, option: str):
 
 
 AS_ONE_PROCESS: dict[str, tuple[dict[str, Any], str]] = {
-    "stay": (STAY, "SGD"),
-    "stay, activation checkpointing": (STAY, "SGD"),
-    "stay, torch.compile of the attention": (STAY, "SGD"),
+    "owner-side": (SEPARATE, "SGD"),
+    "owner-side, activation checkpointing": (SEPARATE, "SGD"),
+    "owner-side, torch.compile of the attention": (SEPARATE, "SGD"),
     "is_weighted, max_history": (WEIGHTED, "RowWiseAdagrad"),
     "encoder layers of a window": (ENCODED, "SGD"),
     "history_codes": (over_codes(), "SGD"),
@@ -433,16 +435,16 @@ def test_trains_as_one_process(trained, option: str):
     assert_same_losses(losses_by_rank(trained, option), expected)
 
 
-def test_refused_where_rows_stay(trained):
+def test_refused_with_owner_side_attention(trained):
     _, ranks = trained
     for results in ranks:
-        assert results["refused where rows stay"] == []
+        assert results["refused with owner-side attention"] == []
 
 
-def test_evaluated_where_rows_stay(trained):
+def test_evaluated_with_owner_side_attention(trained):
     device = device_of(trained[0])
-    model = make_model(**STAY).to(device).eval()
-    losses = losses_by_rank(trained, "stay, evaluated")
+    model = make_model(**SEPARATE).to(device).eval()
+    losses = losses_by_rank(trained, "owner-side, evaluated")
     for rank, rank_losses in enumerate(losses):
         for step, loss in enumerate(rank_losses):
             assert_same_run(loss, model(make_batch(step, rank).to(device))[0])
@@ -454,7 +456,7 @@ def test_keys_may_differ_in_batch_size(trained, model: str):
     assert torch.equal(*losses.chunk(2, dim=1))
 
 
-def test_batch_sizes_that_vary_without_inverse_indices_are_refused(trained):
+def test_variable_batch_sizes_need_inverse_indices(trained):
     _, ranks = trained
     for results in ranks:
         assert results["variable batch sizes without inverse indices"] == []
@@ -471,8 +473,8 @@ def dtype_of(option: str) -> torch.dtype:
 def test_lookups_in_half_precision(trained, option: str):
     """As in one process whose lookups, and their gradients, are rounded."""
     losses, dtype = losses_by_rank(trained, option), dtype_of(option)
-    is_local = option.startswith("stay")
-    model = make_model(**(STAY if is_local else {}))
+    is_local = option.startswith("owner-side")
+    model = make_model(**(SEPARATE if is_local else {}))
     collection = collection_of(model)
     not_sent = ("hist", "hist_cat") if is_local and "codecs" in option else ()
 
@@ -491,20 +493,22 @@ def test_lookups_in_half_precision(trained, option: str):
     collection.embedding_bag_collection.register_forward_hook(round_bags)
     expected = unsharded(model, trained)
     assert_same_losses(losses, expected, dtype=dtype)
-    assert_tables_learn(losses, expected, trained, STAY if is_local else {})
+    assert_tables_learn(losses, expected, trained, SEPARATE if is_local else {})
 
 
 @pytest.mark.parametrize("option", [name for name in OPTIONS if "tables" in name])
 def test_tables_in_half_precision(trained, option: str):
     losses, dtype = losses_by_rank(trained, option), dtype_of(option)
     data_type = DataType.FP16 if dtype == torch.float16 else DataType.BF16
-    model = make_model(data_type=data_type, **(STAY if option.startswith("stay") else {}))
+    model = make_model(data_type=data_type, **(SEPARATE if option.startswith("owner-side") else {}))
     # FBGEMM rounds updates of tables randomly, so that only the first loss is known.
     assert_same_losses(losses[:, :1], unsharded(model, trained)[:, :1], dtype=dtype)
     assert losses.isfinite().all()
 
 
-@pytest.mark.parametrize(("option", "options"), [("autocast", {}), ("stay, autocast", STAY)])
+@pytest.mark.parametrize(
+    ("option", "options"), [("autocast", {}), ("owner-side, autocast", SEPARATE)]
+)
 def test_autocast(trained, option: str, options: dict[str, Any]):
     with torch.autocast(device_of(trained[0]).type, torch.bfloat16):
         expected = unsharded(make_model(**options), trained)

@@ -139,7 +139,7 @@ def count_bytes(device: torch.device) -> list[int]:
     return counted
 
 
-def test_bytes_are_those_of_the_documents(tmp_path: Path, backend: str):
+def test_bytes_equal_the_documented_formula(tmp_path: Path, backend: str):
     page = Path(__file__).parents[2] / "docs" / "rows_that_stay.md"
     definition = page.read_text().partition("```python\n")[2].partition("\n\n\n")[0]
     namespace: dict[str, Any] = {}

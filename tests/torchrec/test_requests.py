@@ -70,21 +70,19 @@ CASES: dict[str, tuple[ShardingType, str, dict[str, Any]]] = {
         {"single_lookup": True, "single_id_features": ["user"]},
     ),
     "encoder layers": (ShardingType.TABLE_WISE, "SGD", ENCODED),
-    "stay, by row": (ShardingType.ROW_WISE, "RowWiseAdagrad", SEPARATE),
-    "stay, by table, newest rows, weighted": (
+    "owner-side, by row": (ShardingType.ROW_WISE, "RowWiseAdagrad", SEPARATE),
+    "owner-side, by table, newest rows, weighted": (
         ShardingType.TABLE_WISE,
         "SGD",
         SEPARATE | {"max_history": 2, "is_weighted": True, "tags": PoolingType.SUM},
     ),
-    "stay, single lookup": (
+    "owner-side, single lookup": (
         ShardingType.ROW_WISE,
         "Adagrad",
         SEPARATE | {"value_projection": True, "score": "silu", "single_lookup": True},
     ),
-    "stay, encoder layers": (ShardingType.ROW_WISE, "SGD", SEPARATE | ENCODED),
+    "owner-side, encoder layers": (ShardingType.ROW_WISE, "SGD", SEPARATE | ENCODED),
 }
-# Those where rows of histories stay with their shard.
-STAY = [case for case in CASES if case.startswith("stay")]
 
 
 def make_requests(step: int, rank: int, is_weighted: bool) -> Batch:
@@ -167,7 +165,8 @@ def train_samples(
 
 def make_sharded(device: torch.device, case: str) -> nn.Module:
     sharding, optimizer, options = CASES[case]
-    sharder = HistoryEmbeddingCollectionSharder if case in STAY else EmbeddingCollectionSharder
+    is_local = case.startswith("owner-side")
+    sharder = HistoryEmbeddingCollectionSharder if is_local else EmbeddingCollectionSharder
     sharders = [sharder(), EmbeddingBagCollectionSharder()]
     model = make_model(**options, **REQUESTS)
     return shard_with_weights(model, device, sharding, optimizer, sharders=sharders)
@@ -175,7 +174,8 @@ def make_sharded(device: torch.device, case: str) -> nn.Module:
 
 def lookups_of(case: str) -> set[str]:
     """The pipelined modules."""
-    lookups = {f"Sharded{'History' if case in STAY else ''}EmbeddingCollection"}
+    kind = "History" if case.startswith("owner-side") else ""
+    lookups = {f"Sharded{kind}EmbeddingCollection"}
     if "single_lookup" not in CASES[case][2]:
         lookups.add("ShardedEmbeddingBagCollection")
     return lookups
@@ -204,7 +204,7 @@ def train_sharded(device: torch.device) -> dict[str, dict[str, Any]]:
     return results
 
 
-def test_trained_as_candidates_that_are_samples(tmp_path: Path, backend: str):
+def test_requests_train_like_samples(tmp_path: Path, backend: str):
     ranks = run_ranks(train_sharded, tmp_path, backend)
     device = device_of(backend)
     for case, (_, optimizer, options) in CASES.items():

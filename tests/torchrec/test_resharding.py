@@ -117,19 +117,19 @@ def load_and_save(
 
 
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
-TRAVEL, STAY = EmbeddingCollectionSharder, HistoryEmbeddingCollectionSharder
+SENT, OWNER_SIDE = EmbeddingCollectionSharder, HistoryEmbeddingCollectionSharder
 CHAIN: list[tuple[int, Way]] = [
-    (2, (TABLE_WISE, TRAVEL)),
-    (1, (ROW_WISE, TRAVEL)),
-    (4, (ROW_WISE, STAY)),
-    (2, (TABLE_WISE, STAY)),
-    (2, (TABLE_WISE, TRAVEL)),
+    (2, (TABLE_WISE, SENT)),
+    (1, (ROW_WISE, SENT)),
+    (4, (ROW_WISE, OWNER_SIDE)),
+    (2, (TABLE_WISE, OWNER_SIDE)),
+    (2, (TABLE_WISE, SENT)),
 ]
 """Ranks and shardings of models, each of which is loaded from the model before."""
 
 
 @pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "Adam"])
-def test_what_was_saved_is_loaded(tmp_path: Path, backend: str, optimizer: str):
+def test_save_and_load(tmp_path: Path, backend: str, optimizer: str):
     if (backend, optimizer) == ("gloo", "Adam"):
         pytest.skip("FBGEMM has no fused Adam for CPU")
     available = world_size(backend) if backend == "nccl" else 4
@@ -144,7 +144,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path, backend: str, optimizer: str):
         results = run_ranks(load_and_save, tmp_path, backend, *arguments, ranks=num_ranks)
         assert_equal(results[0]["model"], expected[0]["model"])
         assert_equal(put_together([rank["optimizer"] for rank in results]), remembered)
-        if other[1] is STAY:  # partial results are added up
+        if other[1] is OWNER_SIDE:  # partial results are added up
             for batch, logits in expected[0]["logits"].items():
                 assert_same_run(results[0]["logits"][batch], logits)
         else:

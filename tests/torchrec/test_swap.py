@@ -20,14 +20,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardedModule
 from torchrec.models.dlrm import DLRM, DLRMTrain
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from tests.collection.scenarios import ITEM, PAIR
 from tests.torchrec.two_ranks import CPU, NUM_STEPS, batches, collection_of, make_model, run_ranks
 from torchrec_jagged_attn import (
-    TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
 )
@@ -39,12 +38,7 @@ SEQUENCES = EmbeddingCollectionSharder
 
 def make_attended_model() -> DLRMTrain:
     """All tables hold a target or a history."""
-    table = EmbeddingBagConfig(
-        name="t_item", embedding_dim=8, num_embeddings=30, feature_names=["item", "hist"]
-    )
-    collection = TargetAttentionEmbeddingBagCollection(
-        [table], TargetAttentionConfig("item", "hist"), device=META
-    )
+    collection = TargetAttentionEmbeddingBagCollection([ITEM], PAIR, device=META)
     return DLRMTrain(DLRM(collection, 3, [8], [8, 1]))
 
 
@@ -163,6 +157,6 @@ def test_refused(tmp_path: Path):
     run_ranks(refuse_each, tmp_path, "gloo", ranks=1)
 
 
-def test_tables_may_be_whole_without_a_distributed_model_parallel(ranks: list[dict[str, Any]]):
+def test_unsharded_tables_in_ddp(ranks: list[dict[str, Any]]):
     for results in ranks:
         assert results["replicated"].isfinite().all()

@@ -157,8 +157,8 @@ def train_on_newest_rows(device: torch.device) -> Runs:
 
 def train_all(device: torch.device) -> dict[str, Runs]:
     return {
-        "travel": train_pipelined(device, EmbeddingCollectionSharder),
-        "stay": train_pipelined(device, HistoryEmbeddingCollectionSharder),
+        "rows sent": train_pipelined(device, EmbeddingCollectionSharder),
+        "owner-side": train_pipelined(device, HistoryEmbeddingCollectionSharder),
         "cut": train_on_newest_rows(device),
     }
 
@@ -174,13 +174,13 @@ def assert_equal(runs: Runs) -> None:
         assert torch.equal(torch.stack(pipelined), torch.stack(expected)), name
 
 
-@pytest.mark.parametrize("rows", ["travel", "stay"])
-def test_pipelined_training_equals_training_without(ranks: list[dict[str, Runs]], rows: str):
+@pytest.mark.parametrize("rows", ["rows sent", "owner-side"])
+def test_pipelined_training_equals_plain_training(ranks: list[dict[str, Runs]], rows: str):
     for results in ranks:
         assert_equal(results[rows])
 
 
-def test_histories_are_cut_before_the_exchange_between_ranks(ranks: list[dict[str, Runs]]):
+def test_histories_are_truncated_before_the_exchange(ranks: list[dict[str, Runs]]):
     for results in ranks:
         assert_equal(results["cut"])
 
@@ -222,7 +222,7 @@ def train_semi_sync(device: torch.device) -> Losses:
 
 
 @pytest.mark.gpu
-def test_rows_read_before_the_last_step_has_changed_them(tmp_path: Path):
+def test_semi_sync_pipeline(tmp_path: Path):
     ranks = run_ranks(train_semi_sync, tmp_path, "nccl")
     assert len(ranks) == world_size("nccl")
     for losses in ranks:

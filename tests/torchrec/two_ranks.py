@@ -30,9 +30,9 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.mlp import Perceptron
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests import runs
+from tests.collection.scenarios import table, to_features
 from tests.processes import start_method
 from torchrec_jagged_attn import (
     TargetAttentionConfig,
@@ -71,8 +71,8 @@ class LazyAdam(torch.optim.Adam):
         tables = [table for group in self.param_groups for table in group["params"]]
         before = [self._rows_without_gradient(table) for table in tables]
         super().step()
-        for table, (idle, rows) in zip(tables, before, strict=True):
-            for tensor, saved in zip(self._by_row(table), rows, strict=True):
+        for weight, (idle, rows) in zip(tables, before, strict=True):
+            for tensor, saved in zip(self._by_row(weight), rows, strict=True):
                 tensor[idle] = saved
 
     def _rows_without_gradient(self, table: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -170,6 +170,31 @@ def _run_rank(
     dist.destroy_process_group()
 
 
+def make_tables(
+    data_type: DataType = DataType.FP32,
+    tags: PoolingType = PoolingType.MEAN,
+    rows: Mapping[str, int] | None = None,
+) -> list[EmbeddingBagConfig]:
+    """``rows`` are the numbers of rows of tables that do not have ``NUM_IDS``."""
+    return [
+        table(
+            name,
+            *features,
+            num_rows=(rows or {}).get(name, NUM_IDS),
+            data_type=data_type,
+            pooling=tags.value if name == "t_tag" else "SUM",
+        )
+        for name, features in FEATURES.items()
+    ]
+
+
+def use_softplus(model: nn.Module) -> None:
+    """In place of ReLU, whose gradient rounding can decide."""
+    for module in model.modules():
+        if isinstance(module, Perceptron):
+            module._activation_fn = F.softplus
+
+
 def make_model(
     device: torch.device = CPU,
     data_type: DataType = DataType.FP32,
@@ -184,25 +209,12 @@ def make_model(
     rows: Mapping[str, int] | None = None,
     **options: Any,
 ) -> DLRMTrain:
-    """With ``options`` of the attention, or of those that attend its two histories one by one.
-
-    ``rows`` are the numbers of rows of tables that do not have ``NUM_IDS``.
+    """With ``options`` of the attention, or of both attentions if not ``side_by_side``.
 
     With ``history_codes`` the times are the history, too, each the word of a row.
     """
     torch.manual_seed(0)
-    tables = [
-        EmbeddingBagConfig(
-            name=name,
-            embedding_dim=8,
-            num_embeddings=(rows or {}).get(name, NUM_IDS),
-            feature_names=features,
-            data_type=data_type,
-            pooling=tags if name == "t_tag" else PoolingType.SUM,
-            init_fn=nn.init.normal_,
-        )
-        for name, features in FEATURES.items()
-    ]
+    tables = make_tables(data_type, tags, rows)
     targets, histories = ["item", "cat"], ["hist", "hist_cat"]
     if "history_codes" in options:
         histories = ["times"]
@@ -224,11 +236,7 @@ def make_model(
         single_id_features=single_id_features,
     )
     model = DLRMTrain(DLRM(collection, 3, [8], [8, 1], dense_device=device))
-    for module in model.modules():
-        if isinstance(
-            module, Perceptron
-        ):  # with ReLU, rounding can decide whether it has a gradient
-            module._activation_fn = F.softplus
+    use_softplus(model)
     return model
 
 
@@ -258,15 +266,9 @@ def make_batch(step: int, rank: int, is_weighted: bool = False) -> Batch:
         bags[name] = [[rng.randrange(NUM_IDS) for _ in range(count)] for count in counts]
     bags["times"] = [sorted(times) for times in bags["times"]]
     generator = torch.Generator().manual_seed(2 * step + rank)
-    values = torch.tensor([i for rows in bags.values() for ids in rows for i in ids]).long()
     return Batch(
         dense_features=torch.randn(len(lengths), 3, generator=generator),
-        sparse_features=KeyedJaggedTensor(
-            keys=list(bags),
-            values=values,
-            weights=values % 4 / 2 if is_weighted else None,
-            lengths=torch.tensor([len(ids) for rows in bags.values() for ids in rows]).long(),
-        ),
+        sparse_features=to_features(bags, is_weighted=is_weighted),
         labels=torch.arange(len(lengths)) % 2,
     )
 

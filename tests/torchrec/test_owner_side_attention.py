@@ -135,7 +135,7 @@ def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_equals_that_of_one_process(ranks: OnRanks, backend: str, case: str):
+def test_training_equals_one_process(ranks: OnRanks, backend: str, case: str):
     device, (optimizer, _) = device_of(backend), CASES[case]
     model = make(case).to(device)
     expected = train_unsharded(model, optimizer, len(ranks), device)
@@ -170,7 +170,7 @@ def train_by_plans(device: torch.device) -> dict[str, dict[str, Any]]:
     return results
 
 
-def test_tables_that_are_sharded_in_several_ways(tmp_path: Path, backend: str):
+def test_several_shardings(tmp_path: Path, backend: str):
     ranks = run_ranks(train_by_plans, tmp_path, backend, ranks=4 if backend == "gloo" else None)
     device = device_of(backend)
     for name, _, options in plans_of(device):
@@ -209,7 +209,7 @@ def attention_weights(
 
 def weights_with_dropout(device: torch.device) -> dict[str, dict[str, Tensor]]:
     """``[N', H, T]`` weights of each run, and the sample and position of each row."""
-    model = sharded(device, make_collection(), "stay by row")
+    model = sharded(device, make_collection(), "owner-side by row")
     features = make_features(LENGTH).to(device)
     results: dict[str, dict[str, Tensor]] = {}
     for name, options in DROPOUT.items():
@@ -248,7 +248,7 @@ def assert_share(is_dropped: Tensor, p: float) -> None:
     assert abs(is_dropped.float().mean().item() - p) < 5 * deviation
 
 
-def test_seeds_decide_what_is_dropped(ranks: OnRanks):
+def test_dropout_seeds(ranks: OnRanks):
     weights, kept = gather_weights(ranks, "weights"), gather_weights(ranks, "none")["first"]
     assert torch.equal(weights["first"], weights["again"])
     assert torch.equal(weights["eval"], kept)
@@ -280,7 +280,7 @@ def count_by_rank(device: torch.device) -> tuple[list[int], list[list[int]]]:
     """The ranks that have the table of a target and a history, and how many rows of any exchange
     are received from each rank, or sent to it.
     """
-    model = sharded(device, make_collection(request_time="now", init="mha"), "stay by table")
+    model = sharded(device, make_collection(request_time="now", init="mha"), "owner-side by table")
     counts: list[list[int]] = []
     start = _Transfer.start
 
@@ -331,10 +331,10 @@ def record_order(device: torch.device) -> dict[str, list[str]]:
     reduce, look_up = pooling._segment_reduce, ShardedEmbeddingBagCollection.compute_and_output_dist
 
     for name, options in {
-        "stay": {"single_lookup": True},
-        "travel": {"encoder": EncoderConfig()},
+        "owner-side": {"single_lookup": True},
+        "rows sent": {"encoder": EncoderConfig()},
     }.items():
-        model, events = sharded(device, make_collection(**options), "stay by row"), []
+        model, events = sharded(device, make_collection(**options), "owner-side by row"), []
 
         def note(event: str, function: Callable, *args: Any, to=events, **kwargs: Any) -> Any:
             to.append(event)
@@ -366,17 +366,17 @@ def test_exchanges_overlap_with_other_work(once):
     for events in once[record_order]:
         queries, others = ["start", "pool", "finish"], ["start", "finish"]  # rows, results
         gradients = [*others, "start", "pool, backward", "finish", *others]
-        assert events["stay"] == [*others, *queries, *others, "loss", *gradients]
+        assert events["owner-side"] == [*others, *queries, *others, "loss", *gradients]
         both = ["start", "start", "bags", "finish", "finish"]
-        assert events["travel"] == [*both, "loss", "start", "start", "finish", "finish"]
+        assert events["rows sent"] == [*both, "loss", "start", "start", "finish", "finish"]
 
 
 def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
-    """The ids that this rank looks up, by feature, and how often rows are sent; where rows travel,
-    and where they stay.
+    """The ids that this rank looks up, by feature, without and with owner-side attention, and how
+    often rows are sent.
     """
     results = []
-    for way in ("travel by row", "stay by row"):
+    for way in ("sent by row", "owner-side by row"):
         model = sharded(device, make_collection(request_time="now"), way)
         lookup = model.module.embedding_collections["8"]
         tracked: list[KeyedJaggedTensor] = []
@@ -386,7 +386,7 @@ def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
         context = lookup.create_context()
         sizes = lookup.input_dist(context, make_features(20))
         received = sizes.wait().wait()
-        assert way == "travel by row" or sizes.wait().wait()[0] is received[0]
+        assert way == "sent by row" or sizes.wait().wait()[0] is received[0]
         lookup.compute_and_output_dist(context, received)
         (ids,) = tracked
         with mock.patch.object(lookup._lookups[0], "prefetch") as prefetch:
@@ -400,15 +400,17 @@ def track_lookups(device: torch.device) -> list[dict[str, list[int]]]:
 
 
 def test_lookups_are_tracked_and_prefetched(once):
-    for travelling, local in once[track_lookups]:
-        assert local == travelling
+    for sent, local in once[track_lookups]:
+        assert local == sent
 
 
 def look_at_what_is_on_its_way(device: torch.device) -> list[Tensor]:
     """Outputs without hooks, and with hooks that wait for the output of a module."""
     outputs = []
     for is_hooked in (False, True):
-        model = sharded(device, make_collection(request_time="now", init="mha"), "stay by row")
+        model = sharded(
+            device, make_collection(request_time="now", init="mha"), "owner-side by row"
+        )
         collection = model.module
         if is_hooked:
             for module in (collection.embedding_collections["8"], *collection.pooling.attentions):
@@ -432,14 +434,14 @@ TABLE = "embedding_collections.8.embeddings.t_item.weight"
 
 def look_up_out_of_range(device: torch.device) -> tuple[list[int], Tensor]:
     """Lengths of the history rows on this rank, for the samples of all ranks, and the rows."""
-    model = sharded(device, make_collection(request_time="now"), "stay by row")
+    model = sharded(device, make_collection(request_time="now"), "owner-side by row")
     features = make_features(4)
     features.values()[3:7] = torch.tensor([50, 10**12, -1, -(10**12)])  # a history
     owned = model.module.embedding_collections["8"](features)["hist"].owned
     return owned.lengths.tolist(), owned.rows.detach()
 
 
-def test_ids_out_of_range_are_looked_up_as_the_first_row_of_an_owner(once):
+def test_ids_out_of_range(once):
     """As FBGEMM's check of bounds does it, on GPUs, where ids are not checked before."""
     ranks = once[look_up_out_of_range]
     assert torch.tensor([lengths for lengths, _ in ranks]).sum(0).tolist() == [4] * 6
@@ -457,7 +459,7 @@ def refuse(device: torch.device) -> None:
     with pytest.raises(NotImplementedError, match="qcomm_codecs_registry must have codecs that di"):
         make_sharded(device, ROW_WISE, make("default"), sharder=sharder)
 
-    model = sharded(device, make_collection(), "stay by row").module
+    model = sharded(device, make_collection(), "owner-side by row").module
     lookup = model.embedding_collections["8"]
     history = lookup(make_features(4))["hist"]
     with pytest.raises(NotImplementedError, match="history must have its rows on this rank, got o"):
@@ -495,13 +497,13 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], l
     return dict(zip(ONCE, map(list, zip(*ranks, strict=True)), strict=True))
 
 
-def test_ids_that_are_waited_for_twice_are_the_same():
+def test_waiting_twice_returns_the_same_ids():
     """As TorchRec 1.6 does at the end of an epoch."""
     ids = CachedAwaitable(object)
     assert ids.wait() is ids.wait()
 
 
-def test_ids_are_not_waited_for_again_after_an_error():
+def test_waiting_again_after_an_error():
     """A second exchange would pair with another exchange of the other ranks."""
     ids = CachedAwaitable(lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):
