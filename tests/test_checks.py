@@ -121,7 +121,7 @@ def call(name, **others):
 
 
 @pytest.mark.parametrize(("name", "argument"), INTEGERS)
-def test_what_is_no_integer_is_refused(name, argument):
+def test_invalid_integers(name, argument):
     for value in (2.0, "2", True, np.float64(2)):
         with pytest.raises(TypeError, match=rf"^{argument} must .*got .*{value}"):
             call(name, **{argument: value})
@@ -149,7 +149,7 @@ def test_integers_of_numpy_are_taken(name, argument):
 
 
 @pytest.mark.parametrize(("name", "argument"), NUMBERS)
-def test_what_is_no_finite_number_is_refused(name, argument):
+def test_invalid_numbers(name, argument):
     for value in ("0.5", True, [0.5], torch.tensor(0.5)):
         with pytest.raises(TypeError, match=f"^{argument} must be a number, got "):
             call(name, **{argument: value})
@@ -181,19 +181,22 @@ def segment(**options):
         (lambda x: events.Relevance(2, prior=x), "prior"),
     ],
 )
-def test_what_no_float_holds_is_refused(call, name):
+def test_numbers_beyond_float(call, name):
     with pytest.raises(ValueError, match=f"^{name} must be .*finite.*, got 1000"):
         call(10**400)
 
 
-def test_numbers_are_those_of_python():
+def test_numpy_numbers_are_converted():
     """Others may have few bits, and are not written to JSON."""
     relevance = events.Relevance(np.int8(100), num_bins=np.int8(2), prior=np.float16(1))
     layout = ops.JaggedLayout(OFFSETS, np.int8(9))
     few = np.uint8(1)
     sampler = data.BalancedBatchSampler([1] * 9, few, few, few - few, seed=few)
     sampler.set_epoch(few)
+    encoder = package.EncoderConfig(few, causal=True, window=few)
+    config = package.TargetAttentionConfig("item", "hist", num_heads=few, max_history=few)
     for number in (
+        *(config.num_heads, config.max_history, encoder.num_layers, encoder.window),
         *(relevance.num_surfaces, relevance.num_bins, relevance.prior, layout.num_rows),
         *(sampler.batch_size, sampler.num_replicas, sampler.rank, sampler.seed),
         sampler.state_dict()["epoch"],
@@ -249,7 +252,7 @@ def test_devices_and_dtypes_are_named(make):
         (lambda x: package.JaggedFeatureInteraction(fused=x), "fused"),
     ],
 )
-def test_what_is_no_such_object_is_refused(call, name):
+def test_invalid_objects(call, name):
     with pytest.raises(TypeError, match=f"^{name} must "):
         call(object())
 

@@ -21,14 +21,14 @@ FILES = [
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_files_that_are_named_are_there(document):
+def test_named_files_exist(document):
     names = re.findall(r"`([\w./-]+\.(?:py|cpp|md|csv|toml))(?:::\w+)?`", document.read_text())
     missing = {name for name in names if not any(f"/{file}".endswith(f"/{name}") for file in FILES)}
     assert not missing
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document):
+def test_links_exist(document):
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", document.read_text()):
         name, _, heading = target.partition("#")
         file = document.parent / name if name else document
@@ -39,7 +39,7 @@ def test_links_lead_somewhere(document):
         assert not heading or heading in anchors, target
 
 
-def test_the_house_has_every_file():
+def test_architecture_page_lists_every_file():
     page = (ROOT / "docs" / "architecture.md").read_text()
     house = set(re.findall(r"[a-z]\w*\*?", page.partition("```text")[2].partition("```")[0]))
     files = (ROOT / "torchrec_jagged_attn").rglob("*.py")
@@ -48,7 +48,7 @@ def test_the_house_has_every_file():
     assert {stem for stem in stems if stem not in house and not stem.startswith(families)} == set()
 
 
-def test_every_variable_of_the_package_has_its_row():
+def test_environment_variables_are_documented():
     page = (ROOT / "docs" / "environment_variables.md").read_text()
     rows = set(re.findall(r"^\| `(TORCHREC_JAGGED_ATTN_\w+)` \|", page, re.MULTILINE))
     sources = [
@@ -92,7 +92,7 @@ def test_tables_of_the_reference_have_every_public_name():
     assert named == public_names()
 
 
-def test_lines_fit():
+def test_line_length():
     for document in DOCUMENTS:
         for number, line in enumerate(document.read_text().splitlines(), 1):
             assert line.startswith("|") or len(line) <= 105, f"{document.name}:{number}"

@@ -234,7 +234,7 @@ def test_tensors_without_values(name, on):
         (lambda x, o: ops.JaggedLayout.from_lengths(o), "num_rows"),
     ],
 )
-def test_sizes_must_be_given_where_values_do_not_tell_them(call, name):
+def test_sizes_without_values(call, name):
     rows = torch.zeros(7, 16, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta")
     with pytest.raises(ValueError, match=f"{name} must be given for tensors without values"):
         call(*rows)

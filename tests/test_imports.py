@@ -6,7 +6,6 @@ from pathlib import Path
 
 PACKAGE = "torchrec_jagged_attn"
 ROOT = Path(__file__).parents[1] / PACKAGE
-EXPERIMENTAL = {"data", "events", "semantic_ids"}
 BELOW = {  # the folders that a folder imports, beside itself
     "pipeline": {"base", "codes", "collection", "modules", "ops"},
     "collection": {"base", "codes", "modules", "ops"},
@@ -54,7 +53,7 @@ def imports(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_what_is_installed_imports_nothing_that_is_not():
+def test_package_imports_no_tests():
     for path in ROOT.rglob("*.py"):
         for node in nodes_of(path):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -63,7 +62,7 @@ def test_what_is_installed_imports_nothing_that_is_not():
             assert not tops & {"benchmarks", "examples", "tests"}, path
 
 
-def test_imports_go_down():
+def test_import_layers():
     for path in ROOT.rglob("*.py"):
         if path.name in ("__init__.py", "__main__.py"):
             continue

@@ -43,7 +43,7 @@ def test_from_lengths_adds_up_beyond_int32():
         ([0, 2, 1, 3], "history_offsets must never decrease, got 2 then 1 at position 2"),
     ],
 )
-def test_validate_names_what_is_wrong(offsets, message):
+def test_validate_errors(offsets, message):
     with pytest.raises(ValueError, match=message):
         JaggedLayout(torch.tensor(offsets), 3).validate("history_offsets")
 

@@ -64,7 +64,7 @@ def test_faults_are_over_the_bound(wrong):
         assert_matches_oracle(wrong, attention, attention_inputs(torch.float32))
 
 
-def test_what_is_masked_must_be_zero():
+def test_masked_gradients_are_zero():
     inputs = attention_inputs(torch.float32)
     inputs["bias"][:, 60:] = -torch.inf
     assert_matches_oracle(attention, attention, inputs)
@@ -89,7 +89,7 @@ def test_nan_infinities_and_shapes():
         assert_close(x[:2], expected, errors)
 
 
-def test_what_has_no_bound_is_refused():
+def test_unbounded_errors():
     with RoundingErrors(torch.float32) as errors:
         x = draw(3).double()
         expected = (x.exp() - x.exp()).sqrt()  # of a slope without end
@@ -127,7 +127,7 @@ def test_views_share_the_errors_of_their_memory():
     assert (bound[:, 0] < 1e-30).all()
 
 
-def test_what_has_no_rule_is_refused():
+def test_operators_without_rules():
     x = draw(3).double()
     with RoundingErrors(torch.float32), pytest.raises(NotImplementedError, match=r"aten\.erfinv"):
         torch.erfinv(x)

@@ -95,7 +95,7 @@ def is_dropped(dropout, num_query_rows, num_rows):
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_as_many_weights_are_dropped_as_asked_for(p):
+def test_dropout_probability(p):
     """Of each query row and of each row, alike; and no two of these have draws in common."""
     torch.manual_seed(0)
     draws = is_dropped(
@@ -191,7 +191,7 @@ def test_beside_distances(device):
     assert_weights_are_dropped(FLASH, inputs, 93, 4, 93, causal=True)
 
 
-def test_of_zero_nothing_is_drawn(device):
+def test_zero_probability(device):
     inputs = inputs_of([40, 7], device)
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -326,7 +326,7 @@ def test_compiles_once(make):
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_draws_anew_each_time():
+def test_cuda_graph_redraws():
     history = make_history("cuda")
     query, offsets = torch.randn(4, 2, 16, device="cuda"), history.offsets()
 

@@ -44,7 +44,7 @@ def loads(lengths: torch.Tensor, steps, power: int = 1) -> torch.Tensor:
     st.integers(1, 3),
     st.integers(0, 3),
 )
-def test_every_example_comes_once_and_ranks_have_equally_many(
+def test_each_example_once_and_equal_batches(
     lengths, batch_size, num_replicas, balanced_steps, epoch
 ):
     options = {"epoch": epoch, "balanced_steps": balanced_steps, "seed": 5}
@@ -162,7 +162,7 @@ def test_a_resumed_epoch_has_the_same_rest(balanced_steps, given_batches):
     assert list(resumed) == list(whole)
 
 
-def test_another_epoch_than_the_loaded_one_is_whole():
+def test_other_epochs_are_complete():
     sampler = BalancedBatchSampler(log_normal(40), 4, 2, 0)
     sampler.load_state_dict({"epoch": 1, "batches": 3})
     sampler.set_epoch(2)
@@ -179,7 +179,7 @@ def test_a_loader_goes_on_from_the_sampler():
     assert [batch.tolist() for batch in loader] == expected[3:]
 
 
-def test_epochs_differ_where_loops_look_for_set_epoch():
+def test_set_epoch_of_loaders():
     """Lightning and Accelerate look on the samplers of a loader and of its batch sampler."""
     sampler = BalancedBatchSampler(log_normal(40), 4, 2, 1, drop_last=True, seed=3)
     loader = DataLoader(torch.arange(40), batch_sampler=sampler)

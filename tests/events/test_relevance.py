@@ -51,7 +51,7 @@ def test_planted_coefficients_are_found(device):
         assert ((relevance.coefficients[s].cpu() - expected).abs() < 4 * errors).all()
 
 
-def test_the_fit_is_that_of_logistic_regression():
+def test_fit_equals_logistic_regression():
     """On the events themselves. Binning changes coefficients by a hundredth of a standard error."""
     dwell, surface, converted = draw_events(5000)
     relevance = Relevance(1, num_bins=4096, prior=1e-6)
@@ -73,7 +73,7 @@ def test_batches_and_their_order_change_nothing(device):
     assert torch.equal(parts.coefficients, whole.coefficients)
 
 
-def test_a_surface_without_events_has_what_all_have():
+def test_surface_without_events():
     dwell, surface, converted = draw_events(4000)
     relevance = Relevance(4)
     relevance.update(dwell, surface * 0, converted)
@@ -85,7 +85,7 @@ def test_a_surface_without_events_has_what_all_have():
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_events_that_all_are_alike(label):
+def test_equal_labels(label):
     """Nothing to tell apart: the fit is finite, and on the right side."""
     dwell, surface, _ = draw_events(1000)
     relevance = fitted(dwell, surface, torch.full((1000,), label))
@@ -117,7 +117,7 @@ def test_probabilities_have_no_gradient():
     assert not Relevance(len(PLANTED))(dwell.requires_grad_(), surface).requires_grad
 
 
-def test_state_goes_into_another():
+def test_state_dict():
     relevance = fitted(*draw_events(2000))
     other = Relevance(len(PLANTED))
     other.load_state_dict(relevance.state_dict())
@@ -129,7 +129,7 @@ def entropy(p):
     return -(p[p > 0] * p[p > 0].log()).sum()
 
 
-def test_mutual_information_is_that_of_entropies():
+def test_mutual_information():
     dwell, surface, converted = draw_events(4000)
     relevance = fitted(dwell, surface, converted)
     bins = (dwell.double().log1p() / relevance.bin_width).long().clamp(max=255) // 16

@@ -100,49 +100,38 @@ def test_highest_scores(lengths, dtype, keep, threshold, ties, device):
     assert_selected(selected, *expected_rows(offsets, scores.cpu().double(), limits, threshold))
 
 
-@pytest.mark.parametrize("scored", [True, False])
-@pytest.mark.parametrize("budgets", ["sequence", "tensor"])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_segments_have_budgets(scored, budgets, index_dtype, device):
+@pytest.mark.parametrize(
+    ("budget", "scored", "index_dtype"),
+    each_pair(
+        [0, 1, 16, 1000, "by sample", "by segment", "by sample and segment"],
+        [True, False],
+        [torch.int32, torch.int64],
+    ),
+    ids=str,
+)
+def test_budgets(budget, scored, index_dtype, device):
+    """Without scores, the newest rows are kept."""
     lengths = LENGTHS["edges"]
     offsets = offsets_of(lengths, index_dtype, device)
-    num_rows = int(lengths.sum())
+    num_rows, num_samples = int(lengths.sum()), len(lengths)
     generator = torch.Generator().manual_seed(1)
     segments = torch.randint(-1, 4, (num_rows,), generator=generator)  # of 0, 1 and 2
-    limits = torch.tensor([[2, 0, 7]]).expand(len(lengths), -1)
-    keep = [2, 0, 7]
-    if budgets == "tensor":
-        limits = torch.randint(0, 9, limits.shape, generator=generator)
+    if budget == "by sample":
+        limits = torch.arange(num_samples).unsqueeze(1) * 3
+        keep = limits.squeeze(1).to(device, index_dtype)
+    elif budget == "by sample and segment":
+        limits = torch.randint(0, 9, (num_samples, 3), generator=generator)
         keep = limits.to(device, index_dtype)
+    else:
+        keep = [2, 0, 7] if budget == "by segment" else budget
+        limits = torch.tensor([keep]).view(1, -1).expand(num_samples, -1)
+    options = {"segments": segments.to(device, index_dtype)} if "segment" in str(budget) else {}
     scores = draw_scores(num_rows, device) if scored else None
-    selected = select_rows(
-        offsets, scores, keep=keep, segments=segments.to(device, index_dtype), num_rows=num_rows
-    )
+    selected = select_rows(offsets, scores, num_rows=num_rows, keep=keep, **options)
     assert selected.offsets().dtype == index_dtype
     values = torch.zeros(num_rows) if scores is None else scores.cpu()
+    segments = segments if options else None
     assert_selected(selected, *expected_rows(offsets, values, limits, None, segments))
-
-
-@pytest.mark.parametrize("scored", [True, False])
-def test_each_sample_has_a_budget(scored, device):
-    lengths = LENGTHS["edges"]
-    offsets = offsets_of(lengths, torch.int64, device)
-    num_rows = int(lengths.sum())
-    scores = draw_scores(num_rows, device) if scored else None
-    keep = torch.arange(len(lengths), device=device) * 3
-    selected = select_rows(offsets, scores, num_rows=num_rows, keep=keep)
-    values = torch.zeros(num_rows) if scores is None else scores.cpu()
-    assert_selected(selected, *expected_rows(offsets, values, keep.unsqueeze(1)))
-
-
-@pytest.mark.parametrize("keep", [0, 1, 16, 1000])
-def test_the_newest_without_scores(keep, device):
-    lengths = LENGTHS["edges"]
-    offsets = offsets_of(lengths, torch.int32, device)
-    num_rows = int(lengths.sum())
-    selected = select_rows(offsets, num_rows=num_rows, keep=keep)
-    limits = [[keep]] * len(lengths)
-    assert_selected(selected, *expected_rows(offsets, torch.zeros(num_rows), limits))
 
 
 @settings(max_examples=25)

@@ -10,7 +10,7 @@ from torchrec import JaggedTensor
 from tests.runs import assert_same_run
 
 
-def of_padded_rows(unit, target, rows, lengths, longest=9):
+def pool_padded(unit, target, rows, lengths, longest=9):
     """The weighted sum of each sample, by rows that zeros are put behind."""
     pooled = []
     for q, x in zip(target, rows.split(lengths), strict=True):
@@ -29,12 +29,12 @@ def test_matches_padded_rows(lengths):
     target = torch.randn(len(lengths), 8, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(sum(lengths), 8, dtype=torch.float64, requires_grad=True)
     out = unit(target, JaggedTensor(rows, lengths=torch.tensor(lengths)))
-    expected = of_padded_rows(unit, target, rows, lengths)
+    expected = pool_padded(unit, target, rows, lengths)
     assert_same_run(out, expected, num_terms=100, dtype=torch.float64)
     leaves, weights = [target, rows, *unit.parameters()], torch.randn_like(out)
     gradients = [torch.autograd.grad(x, leaves, weights) for x in (out, expected)]
-    for of_unit, of_padded in zip(*gradients, strict=True):
-        assert_same_run(of_unit, of_padded, num_terms=200, dtype=torch.float64)
+    for actual, wanted in zip(*gradients, strict=True):
+        assert_same_run(actual, wanted, num_terms=200, dtype=torch.float64)
 
 
 def test_trains(monkeypatch, capsys):

@@ -23,7 +23,7 @@ def test_titles_genres_and_labels():
     assert labels["decade"].tolist() == [1, 1, 1, 0]
 
 
-def test_films_with_the_same_neighbours_are_alike(monkeypatch):
+def test_similar_films(monkeypatch):
     monkeypatch.setattr(fuse_content, "HASHES", 6)
     before = torch.tensor([0, 0, 1, 1, 3, 3, 4, 4] * 3)
     after = torch.tensor([2, 2, 2, 2, 5, 5, 5, 5] * 3)  # 0 and 1 come before 2, 3 and 4 before 5

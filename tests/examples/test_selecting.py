@@ -1,4 +1,4 @@
-"""``--select`` of the training script: its data, what the model sees, and short trainings."""
+"""``--select`` of the training script: its data, the input of the model, short trainings."""
 
 import json
 import sys

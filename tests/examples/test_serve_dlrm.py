@@ -28,14 +28,12 @@ from serve_dlrm import (
 )
 from torch import Tensor
 from torchrec.inference.modules import quantize_inference_model
-from torchrec.modules.embedding_configs import PoolingType
 from torchrec.pt2.utils import deregister_fake_classes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from train_dlrm import build_model
 
 from tests.processes import run_script
 from tests.runs import assert_same_run
-from tests.torchrec.two_ranks import NUM_STEPS, make_batch, make_model
 
 logging.disable(logging.NOTSET)  # which the examples turn off
 
@@ -70,7 +68,7 @@ def request_of(candidates: int, history: int) -> dict:
 
 
 def loaded(run: Path, device: torch.device) -> tuple[Scorer, Requests, dict]:
-    """The trained model, what makes tensors for it, and what is known of the run."""
+    """The trained model, the converter of its requests, and the features of the run."""
     scorer, features = load_scorer(run, device)
     return scorer, Requests(features, device), features
 
@@ -82,9 +80,9 @@ def scores_of(scorer: Callable[..., Tensor], requests: Requests, request: dict) 
 def in_fp64(run: Path, scorer: Scorer) -> Server:
     """The trained model in fp64, with the tables of ``scorer``, which may be quantized."""
     exact, features = load_scorer(run, CPU)
-    of_scorer = scorer.state_dict()
+    state = scorer.state_dict()
     for name, weight in exact.double().state_dict().items():
-        table = of_scorer[name].cpu()
+        table = state[name].cpu()
         if table.dtype == torch.uint8:  # of a row: its scale and its offset, in fp16, its integers
             scale, offset = table[:, :4].contiguous().view(torch.float16).double().split(1, dim=1)
             table = table[:, 4 : 4 + weight.shape[1]] * scale + offset
@@ -147,14 +145,14 @@ def test_a_batch_scores_as_its_requests_do(run: Path):
 
 
 @pytest.mark.parametrize("most", [3, 10_000])
-def test_events_are_ranked_by_the_weight_that_heads_give_them(run: Path, most: int):
+def test_explained_events_are_sorted(run: Path, most: int):
     scorer, requests, _ = loaded(run, CPU)
     for count, length in SHAPES.values():
         events, weights = explain(scorer, requests, request_of(count, length), most)
         assert events.shape == weights.shape[:2] == (count, min(most, length))
         assert (np.diff(weights.mean(axis=2), axis=1) <= 0).all()
         if most >= length > 0:
-            assert all(sorted(of_one) == [*range(length)] for of_one in events.tolist())
+            assert all(sorted(indices) == [*range(length)] for indices in events.tolist())
 
 
 def test_an_explained_output_is_the_sum_of_its_events(run: Path):
@@ -195,7 +193,7 @@ packages_load = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Where the script leaves the compiled model, and what it prints."""
+    """The folder of the compiled model, and the output of the script."""
     folder, printed = tmp_path_factory.mktemp("served"), io.StringIO()
     options = [f"--run={run}", f"--package={folder}/scorer.pt2", f"--triton={folder}", "--times=3"]
     options += ["--top=4", "--explain=2"]
@@ -213,8 +211,8 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
     return folder, printed.getvalue()
 
 
-def test_the_script_says_nothing_but_its_results(run: Path):
-    """In a process of its own, with the exported model as it is."""
+def test_script_output(run: Path):
+    """In another process, with the exported model, which is not compiled."""
     options = [f"--run={run}", "--no-compile", "--times=1"]
     done = run_script(EXAMPLES / "serve_dlrm.py", *options, env=ENVIRONMENT)
     assert (done.returncode, done.stderr) == (0, "")
@@ -223,9 +221,7 @@ def test_the_script_says_nothing_but_its_results(run: Path):
 
 
 @packages_load
-def test_the_best_candidates_what_they_look_at_and_the_latency_are_printed(
-    run: Path, served: tuple[Path, str]
-):
+def test_printed_results(run: Path, served: tuple[Path, str]):
     scorer, requests, _ = loaded(run, CPU)
     scores = scores_of(scorer, requests, REQUEST)
     events, weights = explain(scorer, requests, REQUEST, 2)
@@ -270,37 +266,6 @@ def test_compiled_for_a_gpu(run: Path, tmp_path: Path, fake_classes: None):
     for shape in SHAPES.values():
         request = request_of(*shape)
         assert_scores([scores_of(compiled, requests, request)], exact, [request])
-
-
-class Pooled(torch.nn.Module):
-    """What a collection makes of samples."""
-
-    def __init__(self, collection: torch.nn.Module) -> None:
-        super().__init__()
-        self.collection, self.keys = collection, make_batch(0, 0).sparse_features.keys()
-
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        samples = KeyedJaggedTensor(self.keys, ids, lengths=lengths.flatten())
-        return self.collection(samples).values()
-
-
-@packages_load
-@torch.no_grad()
-def test_compiled_with_a_collection_of_samples(device: torch.device, tmp_path: Path):
-    """One candidate a sample, from the tables of a training."""
-    model = make_model(tags=PoolingType.SUM).to(device)
-    pooled = Pooled(model.model.sparse_arch.embedding_bag_collection)
-    batches = []
-    for step in range(NUM_STEPS):
-        samples = make_batch(step, 0).sparse_features.to(device)
-        batches.append((samples.values(), samples.lengths().view(len(pooled.keys), -1)))
-    dynamic = torch.export.Dim.DYNAMIC
-    shapes = ({0: dynamic}, {1: dynamic})
-    program = torch.export.export(pooled, batches[0], dynamic_shapes=shapes, strict=False)
-    with torch._inductor.config.patch(COMPILE_QUICKLY):
-        compiled = compile_program(program, tmp_path / "pooled.pt2")
-    for batch in batches:
-        assert_same_run(compiled(*batch), pooled(*batch), num_terms=NUM_TERMS)
 
 
 TRITON_STUB = """
@@ -366,13 +331,13 @@ def test_triton_loads_the_compiled_model(run: Path, served: tuple[Path, str], tm
     scorer, *_ = loaded(run, CPU)
     quantize_inference_model(scorer)
     exact = in_fp64(run, scorer)
-    for batch, of_batch in zip([*batches[:2], [REQUEST]], [*responses, [last]], strict=True):
-        scores = [np.array(of_request, dtype=np.float32) for (of_request,) in of_batch]
+    for batch, outputs in zip([*batches[:2], [REQUEST]], [*responses, [last]], strict=True):
+        scores = [np.array(output, dtype=np.float32) for (output,) in outputs]
         assert_scores(scores, exact, batch)
     assert error == "events of user must be an integer from 0 to 9223372036854775807, got None"
 
 
-def test_the_configuration_for_triton_names_what_the_model_reads(tmp_path: Path):
+def test_triton_configuration(tmp_path: Path):
     (tmp_path / "scorer.pt2").write_text("")
     folder = write_triton_model(tmp_path, tmp_path / "scorer.pt2", FEATURES)
     config = (folder / "config.pbtxt").read_text()
@@ -459,7 +424,7 @@ def test_integers_of_many_digits_are_named(tmp_path: Path, requests: Requests):
 
 
 def end_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> int | str:
-    """Of the script with these options: its exit code, or what it says at the end."""
+    """The exit code of the script with these options, or its last message."""
     monkeypatch.setattr(sys, "argv", ["serve_dlrm.py", *options])
     with pytest.raises(SystemExit) as error:
         serve_dlrm.main(serve_dlrm.parse_args())
@@ -501,7 +466,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS)
-def test_bad_options_are_named_with_what_was_expected(
+def test_invalid_options(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

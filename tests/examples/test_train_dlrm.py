@@ -88,7 +88,7 @@ def test_movielens_is_read_in_order_of_user_and_time(tmp_path):
         ({"movies": []}, r"movies\.dat is empty"),
     ],
 )
-def test_a_wrong_line_is_named_by_file_line_and_column(tmp_path, files, message):
+def test_invalid_lines(tmp_path, files, message):
     write_movielens(tmp_path, **files)
     with pytest.raises(DataError, match=message) as error:
         movielens.read_movielens(tmp_path)
@@ -109,7 +109,7 @@ def test_compressed_ratings_are_read_and_a_damaged_archive_is_named(tmp_path):
 
 
 def archive_of(directory) -> bytes:
-    """What GroupLens serves, with the files of ``directory``."""
+    """An archive as GroupLens serves it, with the files of ``directory``."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for path in directory.iterdir():
@@ -185,7 +185,7 @@ def everything(examples):
 
 @settings(max_examples=30)
 @given(logs(), st.integers(1, 5), st.booleans())
-def test_history_is_what_the_user_took_before_that_second(log, max_history, train):
+def test_history_precedes_the_event(log, max_history, train):
     events = Events(log, max_history=max_history)
     rows = events.train_rows if train else events.test_rows
     examples = events.training(0) if train else events.testing()
@@ -203,20 +203,20 @@ def test_history_is_what_the_user_took_before_that_second(log, max_history, trai
 
 @settings(max_examples=30)
 @given(logs())
-def test_negatives_are_popular_in_training_time_and_new_to_the_user(log):
+def test_negatives(log):
     events = Events(log, negatives=3)
-    of_training = set(log.item[events.train_rows])
+    training_items = set(log.item[events.train_rows])
     for examples in (events.training(0), events.testing()):
         for position in torch.nonzero(examples.label == 0).flatten().tolist():
             item, user = int(examples.item[position]), int(examples.user[position])
-            assert item in of_training
+            assert item in training_items
             taken = (log.user == user) & (log.item == item)
             # The history ends where the example's second starts.
             second = log.time[int(examples.history_end[position])]
             assert not taken.any() or log.time[taken].min() > second
 
 
-def test_negatives_are_as_frequent_as_in_training_time_and_others_in_each_epoch():
+def test_frequencies_of_negatives():
     count = 4000
     log = InteractionLog(
         user=np.arange(2 * count),
@@ -265,9 +265,9 @@ def test_dense_features_are_logs_of_what_was_seen_before(log, train):
 
     def expected(row: int, item: int) -> list[int]:
         before = log.time < log.time[row]
-        of_user = before & (log.user == log.user[row])
-        since = log.time[row] - log.time[of_user].max() if of_user.any() else 0
-        return [of_user.sum(), since, (before & (log.item == item)).sum()]
+        user_events = before & (log.user == log.user[row])
+        since = log.time[row] - log.time[user_events].max() if user_events.any() else 0
+        return [user_events.sum(), since, (before & (log.item == item)).sum()]
 
     raw = np.log1p([expected(row, log.item[row]) for row in events.train_rows])
     rows = events.train_rows if train else events.test_rows
@@ -349,7 +349,7 @@ def test_times_that_cannot_be_used_are_refused(time, options, message):
         Events(log, **options)
 
 
-def test_planted_tastes_show_in_when_a_kind_was_last_seen():
+def test_planted_recency():
     log = planted_log(num_users=300)
     assert len(set(zip(log.user, log.item, strict=True))) == len(log.item)
     assert (np.diff(log.time)[np.diff(log.user) == 0] == 0).any()
@@ -456,9 +456,7 @@ def test_all_poolings_train_and_are_compared(finished):
 
 
 @pytest.mark.parametrize(("whole", "options"), [("finished", []), ("balanced", ["--balance"])])
-def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(
-    tmp_path, request, train_here, whole, options
-):
+def test_two_ranks_train_like_one_and_resume(tmp_path, request, train_here, whole, options):
     """As ``torchrun`` starts them; with ``--balance``, ranks have even shares of the rows."""
     options = [f"--out={tmp_path}", "--pooling=attention", *options]
     for process in run_ranks(*options, "--epochs=1", "--workers=1", ranks=2):
@@ -476,12 +474,12 @@ def test_two_ranks_train_as_one_does_and_one_goes_on_from_there(
 @pytest.mark.parametrize(
     "options",
     [
-        ["--pooling", "recency", "attention"],
+        ["--pooling", "recency"],
         ["--select", "relevance", "--budget=0.5", "--users=150"],
     ],
-    ids=["poolings", "selection"],
+    ids=["recency", "selection"],
 )
-def test_captured_steps_train_as_eager_ones(tmp_path, monkeypatch, train_here, device, options):
+def test_captured_steps_equal_eager_steps(tmp_path, monkeypatch, train_here, device, options):
     """On a CPU, the same padded steps without a capture."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     pipelines = []
@@ -510,9 +508,7 @@ def test_captured_steps_train_as_eager_ones(tmp_path, monkeypatch, train_here, d
     ("number", "whole", "options"),
     [(signal.SIGTERM, "finished", []), (signal.SIGINT, "balanced", ["--balance"])],
 )
-def test_a_stopped_training_resumes_where_it_was(
-    tmp_path, request, train_here, number, whole, options
-):
+def test_resume_after_a_signal(tmp_path, request, train_here, number, whole, options):
     whole, options = request.getfixturevalue(whole)[0], ["--pooling=attention", *options]
     command = [SCRIPT, f"--out={tmp_path}", *OPTIONS, "--epochs=50", "--workers=1", *options]
     with started_script(*command, env=environment()) as (process, _, stderr):
@@ -598,7 +594,7 @@ def write_files(folder: Path, *names: str) -> None:
         (folder / name).write_text("")
 
 
-def test_an_earlier_run_is_kept_unless_it_is_to_be_overwritten(tmp_path, monkeypatch, group):
+def test_overwrite(tmp_path, monkeypatch, group):
     out = tmp_path / "out"
     earlier = {"sum/step-9/run.json", "sum/step-10/run.json", "results.json", "results.png"}
     others = {"sum/step-old/run.json", "mean/step-9/run.json", "notes"}
@@ -636,7 +632,7 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS, ids=lambda options: options[:20])
-def test_bad_options_are_named_with_what_was_expected(tmp_path, monkeypatch, capsys, options):
+def test_invalid_options(tmp_path, monkeypatch, capsys, options):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
     with pytest.raises(SystemExit) as error:
@@ -683,7 +679,7 @@ def linear_model():
     return model, optimizer
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, group):
+def test_checkpoint_is_synced_before_it_is_renamed(tmp_path, monkeypatch, group):
     done = []
     fsync, rename = os.fsync, Path.rename
 

@@ -46,7 +46,7 @@ OF_SCORES = each_pair(["default", "values", "another-width", "no-recency"], ["si
     [(*case, "softmax") for case in each_pair(OPTIONS, [False, True], [None, 3, 40])]
     + [(name, False, 3, score) for name, score in OF_SCORES],
 )
-def test_attention_weights_are_those_of_multihead_attention(name, prior, targets, score, device):
+def test_attention_weights_equal_multihead_attention(name, prior, targets, score, device):
     dtype = OPTIONS[name].get("dtype", torch.float32)
     skip_unless_supported(Case("weights", 5, 70, 2, 16, dtype=dtype), device)
     lengths = [70, 0, 30, 1, 20]

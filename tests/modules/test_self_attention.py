@@ -126,7 +126,7 @@ def test_is_the_layer_of_torch(layer, mask, recency_bias, prior, device):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("layer", ["attention", "encoder layer"])
-def test_half_precision_of_the_width_that_hopper_takes(layer, causal, device):
+def test_half_precision(layer, causal, device):
     skip_unless_supported(Case("half", 5, 70, 2, 64, dtype=torch.bfloat16), device)
     make, peer = LAYERS[layer]
     module = make(128, 2, causal=causal, recency_bias=False)
@@ -135,7 +135,7 @@ def test_half_precision_of_the_width_that_hopper_takes(layer, causal, device):
     assert_matches_oracle(partial(run, module), peer, inputs)
 
 
-def test_state_dicts_move_either_way():
+def test_state_dict_compatibility():
     mha = nn.MultiheadAttention(16, 2)
     attention = JaggedSelfAttention(16, 2, recency_bias=False)
     attention.load_state_dict(mha.state_dict())
@@ -170,7 +170,7 @@ def test_autocast_gives_its_dtype():
     assert module(history).values().dtype == torch.float32
 
 
-def test_a_removed_row_reaches_no_other(device):
+def test_removed_rows(device):
     layer = HistoryEncoderLayer(16, 2).to(device)
     rows = torch.randn(9, 16, device=device)
     lengths = torch.tensor([4, 5], device=device)

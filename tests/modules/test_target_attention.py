@@ -180,7 +180,7 @@ def test_edges(lengths, targets, value_projection, path, device):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("history_dim", [16, 20])
-def test_state_dict_moves_both_ways(history_dim, bias, path):
+def test_state_dict_compatibility(history_dim, bias, path):
     module = projected(16, 2, history_dim=history_dim, bias=bias, recency_bias=False, **path)
     mha = nn.MultiheadAttention(
         16, 2, bias=bias, kdim=history_dim, vdim=history_dim, batch_first=True
@@ -271,7 +271,7 @@ def test_autocast(device, dtype, targets, kind, path):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("history_dtype", [torch.float32, torch.float16], ids=str)
-def test_history_reaches_the_op_as_it_is(monkeypatch, history_dtype, autocast):
+def test_history_is_not_copied(monkeypatch, history_dtype, autocast):
     """Rows are neither copied nor cast."""
     seen = []
     attend = target_attention.forward
@@ -302,12 +302,12 @@ def test_keys_and_values_are_made_in_the_dtype_of_the_history(monkeypatch, histo
 @pytest.mark.parametrize(
     ("embed_dim", "num_heads"), [(1, 1), (4, 1), (12, 2), (16, 4), (18, 2), (28, 4), (128, 8)]
 )
-def test_as_many_heads_as_have_four_columns(embed_dim, num_heads):
+def test_default_num_heads(embed_dim, num_heads):
     assert JaggedTargetAttention(embed_dim).num_heads == num_heads
 
 
 @pytest.mark.parametrize(("width", "num_heads"), [(16, 1), (16, 16), (144, 1)])
-def test_own_columns_are_all_or_one(width, num_heads, path, device):
+def test_one_head_or_one_column_per_head(width, num_heads, path, device):
     """Also of a head that is too wide for kernels of products."""
     module = make_module(width, num_heads, value_projection=False, device="meta", **path)
     assert_right(module, make_inputs(module, [5, 0, 40], device, targets=3))

@@ -77,7 +77,7 @@ def test_right(name, targets, dtype, index_dtype, prior, device):
 @pytest.mark.parametrize("name", ["default", "materialized-rows"])
 @pytest.mark.parametrize("num_rows", [0, 4])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=str)
-def test_no_place(lengths, num_rows, name, device):
+def test_empty_histories(lengths, num_rows, name, device):
     module = make_module(32, 2, device="meta", **OPTIONS[name])
     inputs = by_index(module, device, lengths=lengths)
     inputs["history"] = inputs["history"][:num_rows]
@@ -88,7 +88,7 @@ def test_no_place(lengths, num_rows, name, device):
     assert torch.all(results["history"] == 0)
 
 
-def test_a_row_in_many_places(device):
+def test_repeated_row(device):
     """Its gradient is a sum of more numbers than 16 bits could add up one by one."""
     module = make_module(32, 2, device="meta", **OPTIONS["materialized-rows"])
     inputs = by_index(module, device, torch.float16, lengths=[3000])

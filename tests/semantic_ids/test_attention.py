@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.cases import offsets_of
 from tests.combinations import each_pair
@@ -12,11 +11,7 @@ from tests.fixtures import sync_debug_mode
 from tests.oracles import target_attention_oracle
 from tests.tolerance import assert_matches_oracle
 from torchrec_jagged_attn.base.devices import supported_dtypes
-from torchrec_jagged_attn.semantic_ids import (
-    DiscretePCA,
-    PackedCodes,
-    jagged_target_attention_over_codes,
-)
+from torchrec_jagged_attn.semantic_ids import PackedCodes, jagged_target_attention_over_codes
 
 LENGTHS = [30, 0, 3, 64, 1]
 
@@ -111,26 +106,6 @@ def test_rows_without_a_weight_give_zeros(device):
     assert not out[:2].any()
     assert out[2].any()
     assert_right(inputs)
-
-
-def test_a_history_of_codes_as_a_jagged_tensor(device):
-    """Packed rows are values of a JaggedTensor; mean and basis are attributes of the module."""
-    generator = torch.Generator().manual_seed(2)
-    table = torch.randn(50, 8, generator=generator).to(device)
-    pca = DiscretePCA(8, 20, trainable=True, device=device)
-    pca.fit(table)
-    items = torch.randint(50, (9,), generator=generator).to(device)
-    lengths = torch.tensor([4, 0, 5], device=device)
-    history = JaggedTensor(pca.packed_codes.pack(pca.encode(table))[items], lengths=lengths)
-    query = torch.randn(3, 1, 8, generator=generator).to(device)
-    inputs = {"query": query, "mean": pca.mean.data, "basis": pca.basis.data}
-    assert_right(inputs | {"packed": history.values(), "offsets": history.offsets()})
-    out = jagged_target_attention_over_codes(
-        query, history.values(), history.offsets(), pca.mean, pca.basis
-    )
-    out.sum().backward()
-    assert pca.basis.grad is not None
-    assert pca.mean.grad is not None
 
 
 def test_compiled_once_for_changing_lengths(device):

@@ -86,7 +86,7 @@ def test_the_greedy_choice_is_the_formula():
         assert torch.equal(pca.encode(rows), torch.stack(codes, 1).to(torch.int8))
 
 
-def test_no_other_value_of_a_code_is_nearer_after_sweeps():
+def test_sweeps_find_the_nearest_codes():
     rows = draw_rows(100, 6)
     pca, _ = fitted(rows, 9)
     before = error_of(pca, rows)
@@ -116,7 +116,7 @@ def test_directions_are_principal_components(device):
     assert torch.all(unit.gather(1, unit.abs().argmax(1, keepdim=True)) > 0)
 
 
-def test_a_direction_comes_again_while_most_is_left_there(device):
+def test_repeated_directions(device):
     deviations = torch.tensor([100.0, 1, 1], device=device)
     pca, _ = fitted(draw_rows(1000, 3, device) @ torch.diag(deviations).double(), 4, max_steps=0)
     unit = pca.basis / pca.basis.norm(dim=1, keepdim=True)
@@ -142,7 +142,7 @@ def test_the_scale_is_best(draw, num_levels):
 
 
 @pytest.mark.parametrize("sizes", [[100] * 10, [1, 0, 998, 1], [333, 333, 334]], ids=str)
-def test_batches_are_as_the_whole(sizes, device):
+def test_fit_on_batches(sizes, device):
     rows = draw_rows(1000, 6, device, torch.float32)
     with mock.patch.object(discrete_pca, "BLOCK", 128):
         whole, batched = (DiscretePCA(6, 10, device=device) for _ in range(2))
@@ -287,7 +287,7 @@ def test_rows_of_other_dtypes(dtype, device):
 
 
 @pytest.mark.parametrize("trainable", [True, False])
-def test_states_move(trainable, device):
+def test_state_dict(trainable, device):
     rows = draw_rows(300, 6, device, torch.float32)
     pca = DiscretePCA(6, 9, trainable=trainable, device=device)
     pca.fit(rows)
@@ -370,7 +370,7 @@ class Shrinking:
         ),
     ],
 )
-def test_wrong_rows_are_named_and_change_nothing(rows, options, error, message):
+def test_invalid_rows(rows, options, error, message):
     pca = DiscretePCA(4, 3)
     pca.fit(draw_rows(20, 4))
     before = copy.deepcopy(pca.state_dict())

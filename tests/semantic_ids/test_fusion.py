@@ -118,7 +118,7 @@ def test_losses_of_an_empty_batch_are_zero(quantize):
     assert all(not weight.grad.any() for weight in fusion.parameters())
 
 
-def test_state_comes_back():
+def test_state_dict():
     rows, _ = make_rows(60)
     fusion = make_fusion()
     fusion.fit([rows])

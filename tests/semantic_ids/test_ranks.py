@@ -129,7 +129,7 @@ def test_relevance_of_all_ranks(fitted):
     assert [count for *_, count in ranks] == [200, 400]
 
 
-def test_one_rank_sums_nothing():
+def test_one_rank():
     x = torch.ones(3)
     ranks = Ranks()
     assert ranks.size == 1

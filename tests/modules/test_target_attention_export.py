@@ -1,4 +1,4 @@
-"""How ``JaggedTargetAttention`` starts, is copied, exported, compiled and quantized."""
+"""Initialization, copies, export, compilation and quantization of ``JaggedTargetAttention``."""
 
 import copy
 import pickle
@@ -36,7 +36,7 @@ class OfTensors(nn.Module):
 
 
 # Options, and what else a call is given.
-TRAVELS = {
+VARIANTS = {
     "values": ({"value_projection": True}, []),
     "materialized rows": ({"value_projection": False, "keys_and_values": "materialized"}, []),
     "prior weights": ({}, ["prior_weights"]),
@@ -61,10 +61,10 @@ def arguments_of(module, names, lengths, device):
     return target.squeeze(1), history, *(given[x] if x in names else None for x in order)
 
 
-@pytest.mark.parametrize("name", TRAVELS)
-def test_travels(name, device):
+@pytest.mark.parametrize("name", VARIANTS)
+def test_traced_scripted_compiled_and_exported(name, device):
     """Through FX, TorchScript, a compiler and, with any number of samples, ``torch.export``."""
-    options, names = TRAVELS[name]
+    options, names = VARIANTS[name]
     module = make_module(16, 2, **options).to(device).eval()
     if options.get("age_bias"):
         nn.init.normal_(module.recency_bias.age_weight)
@@ -143,7 +143,7 @@ def test_values_are_the_rows_of_the_history(monkeypatch):
 
 
 @pytest.mark.parametrize("target_dim", [64, 20])
-def test_recency_init_leaves_rows_in_their_own_space(target_dim):
+def test_recency_init_is_identity(target_dim):
     module = projected(64, 4, target_dim=target_dim)
     values = module.v_proj_weight if target_dim == 20 else module.in_proj_weight[128:]
     assert torch.equal(values, torch.eye(64))
@@ -268,26 +268,6 @@ def test_many_targets_materialize_keys_and_values(history_dim, by_index, jagged,
         assert not all(map(torch.equal, chosen, results[other, num_targets]))
 
 
-def test_one_head_never_materializes_keys_and_values_on_a_cpu():
-    """It would save no arithmetic."""
-    history = JaggedTensor(torch.randn(9, 16), lengths=torch.tensor([9]))
-    target = torch.randn(1, 5000, 16)
-    module = projected(16, 1)
-    expected = module(target, history)
-    module._keys_and_values = "absorbed"
-    assert torch.equal(module(target, history), expected)
-
-
-def test_wide_heads_never_materialize_keys_and_values():
-    """Attention over keys takes heads of up to 512 columns."""
-    with FakeTensorMode():
-        history = torch.empty(9, 512, device="cuda")
-        offsets = torch.empty(2, dtype=torch.int64, device="cuda")
-    for width in (512, 516):
-        args = [1, 5000], history, offsets, False, width, 1, True, "softmax", 0, "materialized"
-        assert is_materialized(*args) == (width == 512)
-
-
 @pytest.mark.parametrize(
     ("device_type", "dtype", "num_samples", "most_absorbed", "projected"),
     [
@@ -301,9 +281,7 @@ def test_wide_heads_never_materialize_keys_and_values():
         ("cpu", torch.float32, 1, 46, True),
     ],
 )
-def test_auto_counts_what_either_way_takes(
-    device_type, dtype, num_samples, most_absorbed, projected
-):
+def test_auto_rule(device_type, dtype, num_samples, most_absorbed, projected):
     """As ``docs/kernels.md`` has it, of 4 heads and width 128."""
 
     def makes_keys(num_targets, jagged):
@@ -321,7 +299,23 @@ def test_auto_counts_what_either_way_takes(
         assert makes_keys(most_absorbed + 1, jagged)
 
 
-def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
+@pytest.mark.parametrize(
+    ("device_type", "width", "option", "expected"),
+    [
+        ("cpu", 16, "auto", False),  # one head saves no arithmetic
+        ("cuda", 512, "materialized", True),
+        ("cuda", 516, "materialized", False),  # attention over keys has heads of up to 512 columns
+    ],
+)
+def test_materialized_keys_of_one_head(device_type, width, option, expected):
+    with FakeTensorMode():
+        history = torch.empty(9, width, device=device_type)
+        offsets = torch.empty(2, dtype=torch.int64, device=device_type)
+    args = [1, 5000], history, offsets, False, width, 1, True, "softmax", 0, option
+    assert is_materialized(*args) == expected
+
+
+def test_recompiles_at_the_crossover(device):
     module = projected(64, 2).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
@@ -336,7 +330,7 @@ def test_compiles_once_more_where_the_number_of_targets_crosses_over(device):
     assert counter.frame_count == 2
 
 
-def test_stays_whole_under_dynamic_quantization():
+def test_dynamic_quantization():
     """Of linear layers, which would take the weights that are read out of them."""
     module = projected(16, 2)
     arguments = example(module, [5, 0, 40])
