@@ -169,9 +169,14 @@ class Figures:
     def note(self, cell: Cell) -> str:
         """The note on a figure, or the reason why it is missing; empty for most."""
         of = (cell.case, cell.provider, cell.mode)
-        unit = "ms" if cell.unit == "µs" else cell.unit
-        keys = [*((*of, metric, unit) for metric in (cell.metric, "time")), (*of, "refused", "")]
+        cell = replace(cell, unit="ms") if cell.unit == "µs" else cell
+        keys = [
+            *((*of, metric, cell.unit) for metric in (cell.metric, "time")),
+            (*of, "refused", ""),
+        ]
         note = next((self._rows[key][1] for key in keys if key in self._rows), "")
+        if not note and cell.metric == "graph_time" and self._recorded(cell) is None:
+            note = "eager: cannot be captured in a CUDA graph" * (self.find(cell) is not None)
         # Without what varies from one to the next: the bytes.
         return NO_MEMORY if any(words in note.lower() for words in LACKS_MEMORY) else note
 

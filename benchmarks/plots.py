@@ -105,10 +105,6 @@ ROOFLINE = {
             "rank-1k-fp32": "1,024 rows, fp32",
         }.items()
     },
-    f"{TARGETS}SiLU": "ours @target_attention_scores/rank-1k-silu",
-    f"{TARGETS}sigmoid": "ours @target_attention_scores/rank-1k-sigmoid",
-    f"{TARGETS}gather indices": "ours-by-index @target_attention_rows/rank-1k-x1",
-    f"{TARGETS}4 indices a row": "ours-by-index @target_attention_rows/rank-1k-x4",
     f"{TARGETS}rows of codes": "ours-codes @semantic_ids/rank-1k",
     f"{TARGETS}codes, 512 rows, one head": "ours-codes @semantic_ids/full-512",
     **{

@@ -8,6 +8,7 @@ samples of a step of its case, and ``{gpu}``, what that was measured on, where o
 measured on something else.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from end_to_end_cases import GPUS, SHARDINGS, step_case
@@ -89,7 +90,10 @@ OPS = (
     *("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax"),
     *("jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out", "jagged2_softmax"),
 )
-RANKING = [name for name, case in TRAINING_CASES.items() if case.large]
+SHOWN = (
+    *("rank-1k", "rank-2k", "rank-2k-8-targets", "rank-8k-16-targets", "rank-200"),
+    *("rank-1k-fp32", "rank-200-fp32"),
+)
 OF_STEPS = {label: name for name, label in STEP_PROVIDERS.items()}
 HOST = {
     "forward": "forward host_time",
@@ -103,7 +107,7 @@ def lines(*of: str) -> str:
     return "\n".join(of)
 
 
-def shapes(names: list[str], *, dtype: bool = True) -> dict[str, str]:
+def shapes(names: Iterable[str]) -> dict[str, str]:
     """Rows of target attention: what they are, from their cases."""
     labels = {}
     for name in names:
@@ -111,7 +115,7 @@ def shapes(names: list[str], *, dtype: bool = True) -> dict[str, str]:
         label = f"{case.batch_size:,} × {case.num_targets}, {case.num_heads}, {case.width}"
         label += f"; {case.lengths} up to {case.max_length:,}"
         words = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}[str(case.dtype)]
-        labels[f"{label} | {words}" if dtype else label] = name
+        labels[f"{label} | {words}"] = name
     return labels
 
 
@@ -143,17 +147,6 @@ def by_gpus(form: str) -> Table:
 
 
 OP_TABLES = {
-    "target_attention_summary": Table(
-        SHAPE,
-        shapes(
-            [x for x in RANKING if not x.endswith("fp32") and x != "rank-8k-16-targets"],
-            dtype=False,
-        ),
-        """ours = **{ours} ms, {ours peak_memory} MiB**
-        FlashAttention-2 = {linear+torch-varlen} ms, {linear+torch-varlen peak_memory} MiB
-        padded = {linear+padded-sdpa} ms, {linear+padded-sdpa peak_memory} MiB""",
-        results=("target_attention",),
-    ),
     "serving_load": Table(
         "requests/s",
         {f"{rate:,}": f"{rate}/s" for rate in (100, 400, 800, 2000)},
@@ -163,46 +156,22 @@ OP_TABLES = {
     ),
     "target_attention_kernel": Table(
         f"{SHAPE} | dtype",
-        shapes([*RANKING[:5], "rank-1k-fp32", "rank-200-fp32"]),
+        shapes(SHOWN),
         """forward, of the roofline = {ours-kernel forward µs}, {ours-kernel forward floor}
         forward+backward, of the roofline = {ours-kernel both µs}, {ours-kernel both floor}
         speedup over FlashAttention-2 = {torch-varlen × forward/both}""",
         ours="ours-kernel",
     ),
-    "target_attention_rows": Table(
-        f"{SHAPE} | dtype | indices of a row",
-        {
-            f"{label} | {places}": f"{name}-x{places}"
-            for label, name in shapes(["rank-1k", "rank-200"]).items()
-            for places in (1, 4, 16, 64)
-        },
-        """gather indices, µs = {ours-by-index µs forward/both}
-        speedup over a copy made before = {ours-copied-before × forward/both}
-        speedup over a copy made in the call = {ours-on-a-copy × forward/both}
-        MiB, gather indices = {ours-by-index peak_memory forward/both}
-        MiB, on a copy = {ours-on-a-copy peak_memory forward/both}""",
-        ours="ours-by-index",
-    ),
     "target_attention": Table(
         f"{SHAPE} | dtype",
-        shapes(RANKING),
+        shapes(SHOWN),
         """ours, ms = {ours}
         speedup over the best peer = {best-peer × named}
         speedup over padded SDPA = {linear+padded-sdpa ×}
-        eager, speedup over the best peer = {best-peer time ×}
-        MiB, ours and FlashAttention-2 = {ours peak_memory}, {linear+torch-varlen peak_memory}""",
+        MiB: ours = {ours peak_memory}
+        FlashAttention-2 = {linear+torch-varlen peak_memory}
+        padded SDPA = {linear+padded-sdpa peak_memory}""",
         names=PEERS,
-    ),
-    "target_attention_scores": Table(
-        f"{SHAPE} | dtype",
-        shapes(RANKING),
-        """softmax, µs = {ours µs forward/both @*-softmax}
-        SiLU, µs = {ours µs forward/both @*-silu}
-        sigmoid, µs = {ours µs forward/both @*-sigmoid}
-        SiLU, of the roofline = {ours floor forward/both @*-silu}
-        sigmoid, of the roofline = {ours floor forward/both @*-sigmoid}
-        SiLU, speedup over padded = {padded × forward/both @*-silu}
-        sigmoid, speedup over padded = {padded × forward/both @*-sigmoid}""",
     ),
     "semantic_ids": Table(
         f"{SHAPE} | dtype",
@@ -237,17 +206,16 @@ OP_TABLES = {
         bf16, materialized = {ours-materialized µs @targets-*}
         fp32, absorbed = {ours-absorbed µs @targets-fp32-*}
         fp32, materialized = {ours-materialized µs @targets-fp32-*}""",
-        results=("targets", "targets_fp32"),
+        results=("targets",),
     ),
     "serving": Table(
         "users × candidates, longest",
         {
             f"{users} × {targets:,}, {length:,}": f"u{users}-t{targets}-l{length}-d128"
             for users, length in ((15, 1024), (15, 10_000), (1, 4096))
-            for targets in (1, 4, 16, 64, 256, 1024, 2048)
+            for targets in (1, 16, 256, 2048)
         },
-        """absorbed = {ours-absorbed µs}
-        materialized = {ours-materialized µs}
+        """ours = {ours µs}
         FlashAttention-2 = {linear+torch-varlen µs}
         FlashAttention-3 = {linear+flash-attention-3 µs}
         padded = {linear+padded-sdpa µs}
@@ -257,29 +225,13 @@ OP_TABLES = {
     ),
     "requests": Table(
         "requests × candidates",
-        {f"{8192 // n:,} × {n:,}": f"requests-{n}" for n in (1, 4, 16, 64, 256, 1024, 2048)},
+        {f"{8192 // n:,} × {n:,}": f"requests-{n}" for n in (1, 16, 256, 2048)},
         """ours, µs = {ours µs forward/both}
+        speedup over FlashAttention-2 = {linear+torch-varlen × forward/both}
+        speedup over FlashAttention-3 = {linear+flash-attention-3 × forward/both}
         speedup over FlashAttention-3 on copies = {linear+expanded-flash-attention-3 × forward/both}
-        speedup over `varlen_attn`, by request = {linear+torch-varlen × forward/both}
-        speedup over FlashAttention-3, by request = {linear+flash-attention-3 × forward/both}
         MiB, ours = {ours peak_memory forward/both}
-        MiB, copies = {linear+expanded-flash-attention-3 peak_memory forward/both}""",
-    ),
-    "ikbo": Table(
-        "query rows of a candidate | longest | lengths",
-        {
-            f"{rows} | {length:,} | {lengths}": f"{family}-{length}{end}"
-            for rows, family in ((64, "ikbo"), (1, "one-row"))
-            for length in (512, 1024, 2048, 4096, 8192, 16384)
-            for lengths, end in (("all the longest", ""), ("1 to the longest", "-jagged"))
-        },
-        """ours, µs = {ours µs}
-        of the roofline = {ours floor}
-        speedup over IKBO = {ikbo ×}
-        speedup over FlashAttention-3, by user = {flash-attention-3 ×}
-        speedup over `varlen_attn`, by user = {torch-varlen ×}
-        speedup over FlashAttention-3 on copies = {expanded-flash-attention-3 ×}""",
-        mode="forward",
+        MiB, FlashAttention-2 = {linear+torch-varlen peak_memory forward/both}""",
     ),
     "self_attention": Table(
         "lengths | B × H × D",
@@ -324,11 +276,9 @@ OP_TABLES = {
         "64 samples of up to 50 rows",
         {
             "`JaggedTargetAttention`": "target_attention-host",
-            "the same, with a bias by recency": "target_attention_recency-host",
             "`jagged_target_attention`": "target_attention_kernel-host",
             "`JaggedSelfAttention`": "self_attention_module-host",
             "`jagged_flash_attention`": "self_attention-host",
-            "the same, with a bias by distance": "self_attention_recency-host",
             **ops("host"),
         },
         lines(
@@ -338,17 +288,6 @@ OP_TABLES = {
                 for head, of in HOST.items()
             ),
         ),
-    ),
-    "self_attention_window": Table(
-        "512 histories of up to 1,023 rows, causal, 4 heads of 64, bf16",
-        {
-            "all rows": "1k-window-all",
-            "a window of 256": "1k-window-256",
-            "a window of 64": "1k-window-64",
-        },
-        """forward, µs = {ours forward µs}
-        backward, µs = {ours backward µs}
-        forward and backward, µs = {ours both µs}""",
     ),
     "table1": Table(
         "op",

@@ -2,14 +2,13 @@
 
 Each maker takes the inputs and returns ``attend(q, k, v)``. ``q`` is ``[ΣT, H, D]`` rows of all
 targets, ``k`` and ``v`` are ``[N, H, D]`` rows of all histories. The result is ``[ΣT, H, D]``, and
-the scale is ``1/√D``. ``padded_sdpa`` and ``torch_varlen`` also take a ``bias`` ``[N, H]``, which
-is added to the scores of its row. What a training loop makes once per batch for all layers (int32
-offsets, the longest length on the host) is made outside the call; what it makes per layer is
-inside.
+the scale is ``1/√D``. What a training loop makes once per batch for all layers (int32 offsets, the
+longest length on the host) is made outside the call; what it makes per layer is inside.
 """
 
 import ctypes
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from suites import Inputs, UnavailableError
 from tests.cases import offsets_of
@@ -27,100 +27,109 @@ Attend = Callable[..., Tensor]
 
 
 class Padding:
-    """From jagged rows ``[N, …]`` to a padded batch ``[B, L, …]`` and back: views if it is full."""
+    """From jagged rows ``[N, …]`` to a padded batch ``[B, L, …]`` and back: views if it is full.
 
-    def __init__(self, offsets: Tensor, num_rows: int, length: int) -> None:
-        self.shape = (offsets.numel() - 1, length)
-        self.place = None
-        if num_rows != self.shape[0] * length:
-            samples = JaggedLayout(offsets, num_rows).sample_ids()
-            rows = torch.arange(num_rows, device=offsets.device)
-            self.place = rows + samples * length - offsets[samples]
+    Attributes:
+        real: ``[B, L]``, which padded rows are rows of a sample.
+    """
+
+    def __init__(self, offsets: Tensor, length: int) -> None:
+        steps = torch.arange(length, device=offsets.device)
+        self.real = steps < offsets.diff().unsqueeze(1)
+        self.places = self.real.flatten().nonzero().squeeze(1)
+        self.is_full = len(self.places) == self.real.numel()
 
     def pad(self, rows: Tensor) -> Tensor:
-        if self.place is not None:
-            padded = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:])
-            rows = padded.index_copy_(0, self.place, rows)
-        return rows.unflatten(0, self.shape)
+        if not self.is_full:
+            padded = rows.new_zeros(self.real.numel(), *rows.shape[1:])
+            rows = padded.index_copy_(0, self.places, rows)
+        return rows.unflatten(0, self.real.shape)
 
     def unpad(self, padded: Tensor) -> Tensor:
         rows = padded.flatten(0, 1)
-        return rows if self.place is None else rows.index_select(0, self.place)
+        return rows if self.is_full else rows.index_select(0, self.places)
 
 
-def visible_rows(x: Inputs) -> Tensor:
-    """``[B, 1, 1, L]``: which rows of padded histories are real."""
-    places = torch.arange(x.max_length, device=x.offsets.device)
-    return (places < x.offsets.diff().unsqueeze(1))[:, None, None]
+def exact(x: Inputs) -> Attend:
+    """The formula on padded tensors, for oracles; ``bias`` ``[N, H]`` is added to the scores.
+
+    Samples are computed in groups, to limit the memory.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        num_samples = x.offsets.numel() - 1
+        elements = x.max_length * k.shape[1] * max(x.max_targets, k.shape[2])  # of a sample
+        cuts = [*range(0, num_samples, max(1, 2**28 // elements)), num_samples]
+        targets, rows = x.query_offsets[cuts].tolist(), x.offsets[cuts].tolist()
+        outs = []
+        for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            queries, history = slice(*targets[i : i + 2]), slice(*rows[i : i + 2])
+            padded = (
+                Padding(x.query_offsets[begin : end + 1] - targets[i], x.max_targets),
+                Padding(x.offsets[begin : end + 1] - rows[i], x.max_length),
+            )
+            qkv = q[queries], k[history], v[history]
+            added = None if bias is None else bias[history]
+            outs.append(checkpoint(_formula, *padded, *qkv, added, use_reentrant=False))
+        return torch.cat(outs)
+
+    return attend
+
+
+def _formula(
+    targets: Padding, histories: Padding, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> Tensor:
+    """The attention of a group of samples; that of an empty history is zero."""
+    k_BHDL = histories.pad(k).permute(0, 2, 3, 1)
+    scores = targets.pad(q).transpose(1, 2) @ k_BHDL * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + histories.pad(bias).transpose(1, 2).unsqueeze(2)
+    # A finite number: weights of an empty history are those of rows of zeros.
+    weights = scores.masked_fill(~histories.real[:, None, None], -1e30).softmax(3)
+    return targets.unpad((weights @ histories.pad(v).transpose(1, 2)).transpose(1, 2))
 
 
 def padded_sdpa(x: Inputs) -> Attend:
     """``F.scaled_dot_product_attention`` on padded tensors; the padding is timed, too."""
+    targets = Padding(x.query_offsets, x.max_targets)
+    histories = Padding(x.offsets, x.max_length)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        targets = Padding(x.query_offsets, q.shape[0], x.max_targets)
-        histories = Padding(x.offsets, k.shape[0], x.max_length)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_BHLD = histories.pad(k).transpose(1, 2)
         v_BHLD = k_BHLD if v is k else histories.pad(v).transpose(1, 2)
-        mask = visible_rows(x)
-        if bias is not None:
-            bias_BH1L = histories.pad(bias).transpose(1, 2).unsqueeze(2)
-            mask = bias_BH1L.contiguous().masked_fill(~mask, -torch.inf)
-        out = F.scaled_dot_product_attention(targets.pad(q).transpose(1, 2), k_BHLD, v_BHLD, mask)
+        q_BHTD = targets.pad(q).transpose(1, 2)
+        mask = histories.real[:, None, None]
+        out = F.scaled_dot_product_attention(q_BHTD, k_BHLD, v_BHLD, mask)
         return targets.unpad(out.transpose(1, 2))
 
     return attend
 
 
-def expanded_sdpa(x: Inputs, group: int = 1) -> Attend:
-    """A padded history for every target of its sample, or for every ``group`` rows of ``q``."""
-    num_groups = int(x.query_offsets[-1]) // group
-    samples = JaggedLayout(x.query_offsets // group, num_groups).sample_ids()
+def expanded_sdpa(x: Inputs) -> Attend:
+    """A padded history for every target of its sample."""
+    samples = JaggedLayout(x.query_offsets, int(x.query_offsets[-1])).sample_ids()
+    histories = Padding(x.offsets, x.max_length)
+    mask = histories.real[samples, None, None]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        histories = Padding(x.offsets, k.shape[0], x.max_length)
         k_RHLD = histories.pad(k)[samples].transpose(1, 2)
         v_RHLD = k_RHLD if v is k else histories.pad(v)[samples].transpose(1, 2)
-        q_RHGD = q.unflatten(0, (num_groups, group)).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q_RHGD, k_RHLD, v_RHLD, visible_rows(x)[samples])
-        return out.transpose(1, 2).flatten(0, 1)
+        return F.scaled_dot_product_attention(q.unsqueeze(2), k_RHLD, v_RHLD, mask).squeeze(2)
 
     return attend
 
 
-def expanded(make: Callable[[Inputs], Attend], x: Inputs, group: int = 1) -> Attend:
-    """That of ``make``, with a copy of the jagged history for every ``group`` rows of ``q``."""
-    num_groups = int(x.query_offsets[-1]) // group
-    samples = JaggedLayout(x.query_offsets // group, num_groups).sample_ids()
+def expanded_flash_attention_3(x: Inputs) -> Attend:
+    """FlashAttention-3 on a copy of the jagged history for every target."""
+    num_targets = int(x.query_offsets[-1])
+    samples = JaggedLayout(x.query_offsets, num_targets).sample_ids()
     lengths = x.offsets.diff()[samples]
     offsets = offsets_of(lengths, x.offsets.dtype, x.offsets.device)
     starts = (x.offsets[:-1][samples] - offsets[:-1]).repeat_interleave(lengths)
     places = starts + torch.arange(starts.numel(), device=starts.device)
-    steps = torch.arange(num_groups + 1, device=offsets.device, dtype=offsets.dtype)
-    attend = make(replace(x, offsets=offsets, query_offsets=steps * group, max_targets=group))
-
-    def attend_copies(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_copies = k.index_select(0, places)
-        return attend(q, k_copies, k_copies if v is k else v.index_select(0, places))
-
-    return attend_copies
-
-
-def bias_as_column(attention: Callable[[Tensor, Tensor, Tensor, float], Tensor]) -> Attend:
-    """Of an ``attention(q, k, v, scale)`` that takes no bias: a key column that each query reads.
-
-    Its score, one times the bias, is exact. Widths stay multiples of 8.
-    """
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        width = q.shape[-1]
-        if bias is None:
-            return attention(q, k, v, width**-0.5)
-        q = F.pad(F.pad(q * width**-0.5, (0, 1), value=1.0), (0, 7))
-        k = F.pad(torch.cat([k, bias.unsqueeze(-1)], -1), (0, 7))
-        return attention(q, k, F.pad(v, (0, 8)), 1.0)[..., :width]
-
-    return attend
+    steps = torch.arange(num_targets + 1, device=offsets.device, dtype=offsets.dtype)
+    attend = flash_attention_3(replace(x, offsets=offsets, query_offsets=steps, max_targets=1))
+    return lambda q, k, v: attend(q, k.index_select(0, places), v.index_select(0, places))
 
 
 def _varlen(x: Inputs) -> dict:
@@ -142,7 +151,7 @@ def torch_varlen(x: Inputs) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = _varlen(x).values()
-    return bias_as_column(lambda q, k, v, scale: varlen_attn(q, k, v, *lengths, scale=scale))
+    return lambda q, k, v: varlen_attn(q, k, v, *lengths, scale=q.shape[-1] ** -0.5)
 
 
 def flash_attention_3(x: Inputs) -> Attend:
@@ -152,11 +161,6 @@ def flash_attention_3(x: Inputs) -> Attend:
     return lambda q, k, v: _FlashAttention3.apply(
         q, k, v, {**lengths, "softmax_scale": q.shape[-1] ** -0.5}
     )
-
-
-def expanded_flash_attention_3(x: Inputs, group: int = 1) -> Attend:
-    """FlashAttention-3 on a copy of the history for every ``group`` rows of ``q``."""
-    return expanded(flash_attention_3, x, group)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from suites import Inputs, Relaid, UnavailableError
-from suites._attention import Attend, Padding, flash_attention_3, torch_varlen, visible_rows
+from suites._attention import Attend, Padding, flash_attention_3, torch_varlen
 from torchrec_jagged_attn import ops
 
 Call = Callable[[], Tensor]
@@ -76,7 +76,7 @@ def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
 
 def _padded(x: Inputs, call: Callable[..., Tensor]) -> Relaid:
     """Operands are padded before, and results stay so: ``[B, H, L, D]``. Other leaves stay."""
-    padding = Padding(x.offsets, x.leaves["q"].shape[0], x.max_length)
+    padding = Padding(x.offsets, x.max_length)
 
     def lay(name: str, rows: Tensor) -> Tensor:
         return padding.pad(rows).transpose(1, 2).contiguous() if name in ROWS else rows
@@ -92,7 +92,7 @@ def dense(x: Inputs, bias: Callable[[Tensor], Tensor] | None = None) -> Relaid:
 
     ``bias`` makes what is added to the scores, ``[H, L, L]``, from the leaf behind the rows.
     """
-    hidden = ~visible_rows(x)
+    hidden = ~Padding(x.offsets, x.max_length).real[:, None, None]
     low = torch.finfo(x.case.dtype).min
 
     def call(q: Tensor, k: Tensor, v: Tensor, *table: Tensor) -> Tensor:

@@ -19,11 +19,9 @@ from suites import (
     Suite,
     UnavailableError,
     self_attention,
-    self_attention_recency,
     table1,
     target_attention,
     target_attention_kernel,
-    target_attention_recency,
 )
 from suites._attention import torch_varlen
 from tests.cases import Case
@@ -35,13 +33,21 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def make_rows(case: Case, device: str) -> Inputs:
     """Histories ``[N, E]`` and the weights of ``nn.MultiheadAttention``."""
     x = target_attention.make_inputs(case, device)
-    leaves = {name: leaf for name, leaf in x.leaves.items() if name != "target"}
+    width = case.width
+    shapes = {
+        "in_proj_weight": (3 * width, width),
+        "in_proj_bias": (3 * width,),
+        "out_proj.weight": (width, width),
+        "out_proj.bias": (width,),
+    }
+    weights = target_attention.draw_weights(case, device, shapes)
+    leaves = {"history": x.leaves["history"], **weights}
     return Inputs(case, leaves, x.offsets, x.offsets, x.max_length, x.max_length)
 
 
 def attend(x: Inputs, attention: Attention) -> Tensor:
     """Projections of the rows, ``attention(q, k, v)`` of ``[N, H, D]``, and that of its output."""
-    history, in_weight, in_bias, out_weight, out_bias = x.leaves.values()
+    history, in_weight, in_bias, out_weight, out_bias = list(x.leaves.values())[:5]
     heads = (3, x.case.num_heads, x.case.width // x.case.num_heads)
     qkv = F.linear(history, in_weight, in_bias).unflatten(-1, heads)
     return F.linear(attention(*qkv.unbind(1)).flatten(1), out_weight, out_bias)
@@ -53,19 +59,26 @@ def cost_of_rows(x: Inputs) -> dict[str, Cost]:
     return {"forward": Cost(2 * moved, 0), "backward": Cost(3 * moved, 0)}
 
 
-def self_attention_module(x: Inputs) -> Callable[[], Tensor]:
-    """``JaggedSelfAttention`` without a bias by distance."""
+def self_attention_module(x: Inputs) -> Relaid:
+    """``JaggedSelfAttention``, whose scores have a bias by distance."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
     from torchrec_jagged_attn import JaggedSelfAttention
 
-    attention = JaggedSelfAttention(
-        x.case.width, x.case.num_heads, recency_bias=False, device="meta"
-    )
+    x = target_attention.with_recency(x)
+    attention = JaggedSelfAttention(x.case.width, x.case.num_heads, device="meta")
     weights = {name: leaf for name, leaf in x.leaves.items() if name != "history"}
     attention.load_state_dict(weights, assign=True)
     history = JaggedTensor(x.leaves["history"], offsets=x.offsets)
-    return lambda: attention(history).values()
+    return Relaid(lambda: attention(history).values(), x.leaves, inputs=x)
+
+
+def self_attention_oracle(x: Inputs) -> Tensor:
+    """With the bias by distance if ``x`` has a table of it."""
+    biases = {}
+    if target_attention.POSITION_WEIGHT in x.leaves:
+        biases["relative_bias"] = x.leaves[target_attention.POSITION_WEIGHT]
+    return attend(x, functools.partial(flash_attention_oracle, q_offsets=x.offsets, **biases))
 
 
 SELF_ATTENTION_MODULE = Suite(
@@ -73,7 +86,7 @@ SELF_ATTENTION_MODULE = Suite(
     measures="JaggedSelfAttention",
     cases={},
     inputs=make_rows,
-    oracle=lambda x: attend(x, lambda *qkv: flash_attention_oracle(*qkv, x.offsets)),
+    oracle=self_attention_oracle,
     cost=cost_of_rows,
     providers={
         "ours": self_attention_module,
@@ -84,24 +97,21 @@ FUNCTIONS = {
     suite.name: suite
     for suite in (
         target_attention.SUITE,
-        target_attention_recency.SUITE,
         target_attention_kernel.SUITE,
         SELF_ATTENTION_MODULE,
         self_attention.SUITE,
-        self_attention_recency.SUITE,
     )
 } | dict.fromkeys(table1.OPS, table1.SUITE)
 PEERS = (
-    *("linear+torch-varlen", "torch-varlen", "torch-varlen-unbiased"),
-    *("flash-attention-3", "flash-attention-3-unbiased", "fbgemm-cuda", "fbgemm-sll"),
+    *("linear+torch-varlen", "torch-varlen", "flash-attention-3", "fbgemm-cuda", "fbgemm-sll"),
     *("linear+padded-sdpa", "padded-sdpa", "padded"),
 )
 
 
 def case_of(function: str) -> Case:
     """64 samples of up to 50 rows, 128 numbers wide in all."""
-    of_heads = function in ("self_attention", "self_attention_recency")
-    heads, width = (1, 128) if function in table1.OPS else (4, 32 if of_heads else 128)
+    heads = 1 if function in table1.OPS else 4
+    width = 32 if function == "self_attention" else 128
     name = f"{function}-host"  # of the form that table1 reads
     return Case(name, 64, 50, heads, width, lengths="uniform", dtype=torch.bfloat16, large=True)
 

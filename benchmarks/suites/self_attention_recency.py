@@ -15,7 +15,7 @@ from torch import Tensor
 from suites import Inputs, Relaid
 from suites import self_attention as base
 from suites._self_attention import PEERS, Call, dense, ours
-from suites.target_attention_recency import NUM_BUCKETS, buckets_of
+from suites.target_attention import NUM_BUCKETS, buckets_of
 from tests.cases import Case
 from torchrec_jagged_attn import jagged_flash_attention
 

@@ -5,7 +5,6 @@ Rows of 25 codes of three levels, five bytes each. ``ours-decoded`` decodes them
 rows.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from suites import Cost, Inputs, Relaid, Suite
 from suites import target_attention_kernel as base
+from suites._attention import exact
 from tests.cases import Case, jagged_lengths, offsets_of
-from tests.oracles import target_attention_oracle
-from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.semantic_ids import PackedCodes, jagged_target_attention_over_codes
 
 IDS = PackedCodes(num_codes=25)
@@ -97,8 +95,7 @@ def ours(x: Codes) -> Callable[[], Tensor]:
 def rows(x: Codes) -> Relaid:
     """Rows are decoded before the measurement."""
     inputs = x.over(x.decoded().detach().requires_grad_())
-    call = functools.partial(base.formula, inputs, jagged_target_attention)
-    return Relaid(call, inputs.leaves, inputs=inputs)
+    return Relaid(base.ours(inputs), inputs.leaves, inputs=inputs)
 
 
 SUITE = Suite(
@@ -106,11 +103,11 @@ SUITE = Suite(
     measures="jagged_target_attention_over_codes, 25 codes",
     cases=CASES,
     inputs=make_inputs,
-    oracle=lambda x: base.formula(over_rows(x), target_attention_oracle),
+    oracle=lambda x: base.over_rows(exact, over_rows(x))(),
     cost=cost,
     providers={
         "ours-codes": ours,
-        "ours-decoded": lambda x: lambda: base.formula(over_rows(x), jagged_target_attention),
+        "ours-decoded": lambda x: lambda: base.ours(over_rows(x))(),
         "ours-rows": rows,
     },
 )

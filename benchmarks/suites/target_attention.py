@@ -1,63 +1,97 @@
-"""Target attention as a model runs it, projections included: ``nn.MultiheadAttention``'s function.
+"""``JaggedTargetAttention`` as it is by default, its projections included.
 
 Ours chooses by the number of targets. It moves the projections to their side and reads the raw
-history rows; or it projects every history row into a key and a value, in one matrix product, and
-attends to those. ``ours-materialized`` and peers always do the latter.
+history rows; or it projects every history row into a key, and attends to keys and rows. Peers
+always do the latter, with the same projections, but without the recency bias, which
+FlashAttention does not support.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from dataclasses import replace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from suites import TRAINING_CASES, Cost, Inputs, Suite
-from suites._attention import PEERS, Attend, bias_as_column
+from suites import TRAINING_CASES, Cost, Inputs, Relaid, Suite
+from suites._attention import PEERS, Attend, exact
 from tests.cases import Case, make_target_inputs
-from tests.oracles import flash_attention_oracle
+from torchrec_jagged_attn.modules import target_attention
+from torchrec_jagged_attn.ops import JaggedLayout
 
 POSITION_WEIGHT = "recency_bias.position_weight"
+NUM_BUCKETS = 64  # of positions: four per octave
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
-    """Targets ``[B, T, E]``, history ``[N, E]`` and the weights of ``nn.MultiheadAttention``."""
+    """Targets ``[B, T, E]``, history ``[N, E]`` and the weights of projections."""
     drawn = make_target_inputs(case, device, bias=False)
-    generator = torch.Generator().manual_seed(1)
-
-    def weight(*shape: int) -> nn.Parameter:
-        values = torch.randn(shape, generator=generator) / case.width**0.5
-        return nn.Parameter(values.to(device, case.dtype))
-
+    width = case.width
+    shapes = {
+        "q_proj_weight": (width, width),
+        "k_proj_weight": (width, width),
+        "in_proj_bias": (width,),
+    }
     leaves = {
         "target": drawn["query"][:, :, 0].contiguous().requires_grad_(),
         "history": drawn["history"].requires_grad_(),
-        "in_proj_weight": weight(3 * case.width, case.width),
-        "in_proj_bias": weight(3 * case.width),
-        "out_proj.weight": weight(case.width, case.width),
-        "out_proj.bias": weight(case.width),
+        **draw_weights(case, device, shapes),
     }
     return Inputs.even(case, leaves, drawn["offsets"])
 
 
-def materialized(x: Inputs, attend: Attend) -> Tensor:
-    """Keys and values of all history rows, then ``attend``: one row per target, in its shape."""
-    target, width = x.leaves["target"], x.case.width
-    heads = (x.case.num_heads, width // x.case.num_heads)
-    weights = x.leaves["in_proj_weight"].split([width, 2 * width])
-    biases = x.leaves["in_proj_bias"].split([width, 2 * width])
-    q = F.linear(target.flatten(0, -2), weights[0], biases[0]).unflatten(-1, heads)
-    kv = F.linear(x.leaves["history"], weights[1], biases[1]).unflatten(-1, (2, *heads))
-    out = attend(q, *kv.unbind(1)).reshape(target.shape)
-    return F.linear(out, x.leaves["out_proj.weight"], x.leaves["out_proj.bias"])
+def draw_weights(
+    case: Case, device: str | torch.device, shapes: dict[str, tuple[int, ...]], seed: int = 1
+) -> dict[str, nn.Parameter]:
+    """Random parameters by name."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {
+        name: torch.randn(shape, generator=generator) / case.width**0.5
+        for name, shape in shapes.items()
+    }
+    return {name: nn.Parameter(x.to(device, case.dtype)) for name, x in drawn.items()}
 
 
-def formula(x: Inputs, attention: Callable[..., Tensor]) -> Attend:
-    """One of the package's test formulas, behind the interface of peers."""
-    return bias_as_column(
-        lambda q, k, v, scale: attention(q, k, v, x.query_offsets, x.offsets, scale=scale)
-    )
+def with_recency(x: Inputs) -> Inputs:
+    """``x`` and the table of positions ``[64, H]``."""
+    shapes = {POSITION_WEIGHT: (NUM_BUCKETS, x.case.num_heads)}
+    table = draw_weights(x.case, x.offsets.device, shapes, seed=3)
+    return replace(x, leaves=x.leaves | table)
+
+
+def buckets_of(distances: Tensor) -> Tensor:
+    """``floor(4 · log2(1 + distance))`` of whole numbers."""
+    edges = 2 ** (torch.arange(NUM_BUCKETS, dtype=torch.float64) / 4)  # whole numbers are exact
+    return torch.bucketize(1 + distances.double(), edges.to(distances.device), right=True) - 1
+
+
+def over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
+    """A provider from the maker of a peer: keys of all rows, whose values are the rows."""
+    attend = make(x)
+    target, history, w_q, w_k, b_q = list(x.leaves.values())[:5]
+    heads = (x.case.num_heads, -1)
+
+    def call() -> Tensor:
+        q = F.linear(target.flatten(0, -2), w_q, b_q).unflatten(-1, heads)
+        k = F.linear(history, w_k).unflatten(-1, heads)
+        return attend(q, k, history.unflatten(-1, heads)).reshape(target.shape)
+
+    return call
+
+
+def oracle(x: Inputs) -> Tensor:
+    """With the recency bias if ``x`` has a table of it."""
+
+    def make(x: Inputs) -> Attend:
+        if POSITION_WEIGHT not in x.leaves:
+            return exact(x)
+        layout = JaggedLayout(x.offsets, x.leaves["history"].shape[0])
+        bias = F.embedding(buckets_of(layout.positions_from_end()), x.leaves[POSITION_WEIGHT])
+        return functools.partial(exact(x), bias=bias)
+
+    return over_keys(make, x)()
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
@@ -71,62 +105,52 @@ def cost(x: Inputs) -> dict[str, Cost]:
 
     def flops(products_of_pairs: int, times: int) -> float:
         over_rows = (
-            8 * times * num_targets * width**2 + products_of_pairs * pairs * x.case.num_heads
+            4 * times * num_targets * width**2 + products_of_pairs * pairs * x.case.num_heads
         )
-        over_keys = 4 * times * (num_targets + num_rows) * width**2 + products_of_pairs * pairs
+        over_keys = 2 * times * (num_targets + num_rows) * width**2 + products_of_pairs * pairs
         return min(over_rows, over_keys)
 
     size = x.case.dtype.itemsize
     return {
-        "forward": Cost(size * width * (num_rows + 2 * num_targets + 4 * width), flops(2, 1)),
-        "backward": Cost(size * width * (2 * num_rows + 3 * num_targets + 8 * width), flops(5, 2)),
+        "forward": Cost(size * width * (num_rows + 2 * num_targets + 2 * width), flops(2, 1)),
+        "backward": Cost(size * width * (2 * num_rows + 3 * num_targets + 4 * width), flops(5, 2)),
     }
 
 
-def ours(
-    x: Inputs, keys_and_values: Literal["auto", "absorbed", "materialized"] = "auto"
-) -> Callable[[], Tensor]:
-    """``JaggedTargetAttention``, which projects values, as its peers do, and has a recency bias
-    where the inputs have one."""
+def ours(x: Inputs, materialized: bool | None = None) -> Relaid:
+    """The module; with or without ``materialized`` keys, which it else chooses itself."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
-    from torchrec_jagged_attn import JaggedTargetAttention
-
-    module = JaggedTargetAttention(
-        x.case.width,
-        x.case.num_heads,
-        recency_bias=POSITION_WEIGHT in x.leaves,
-        value_projection=True,
-        device="meta",
-    )
-    module._keys_and_values = keys_and_values
+    x = with_recency(x)
+    module = target_attention.JaggedTargetAttention(x.case.width, x.case.num_heads, device="meta")
     weights = {name: leaf for name, leaf in x.leaves.items() if isinstance(leaf, nn.Parameter)}
     module.load_state_dict(weights, assign=True)
     target = x.leaves["target"]
     if target.dim() == 2:
         target = JaggedTensor(target, offsets=x.query_offsets)
     history = JaggedTensor(x.leaves["history"], offsets=x.offsets)
-    return lambda: module(target, history)
+
+    def call() -> Tensor:
+        if materialized is None:
+            return module(target, history)
+        with mock.patch.object(target_attention, "is_materialized", return_value=materialized):
+            return module(target, history)
+
+    return Relaid(call, x.leaves, inputs=x)
 
 
-def over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
-    """A provider from the maker of a peer."""
-    attend = make(x)
-    return lambda: materialized(x, attend)
-
-
-ours_materialized = functools.partial(ours, keys_and_values="materialized")
+ours_absorbed = functools.partial(ours, materialized=False)
+ours_materialized = functools.partial(ours, materialized=True)
 
 SUITE = Suite(
     name="target_attention",
     measures="JaggedTargetAttention, projections included",
     cases=TRAINING_CASES,
     inputs=make_inputs,
-    oracle=lambda x: materialized(x, formula(x, flash_attention_oracle)),
+    oracle=oracle,
     cost=cost,
     providers={
         "ours": ours,
-        "ours-materialized": ours_materialized,
         **{f"linear+{name}": functools.partial(over_keys, peer) for name, peer in PEERS.items()},
     },
 )

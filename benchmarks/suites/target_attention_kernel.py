@@ -11,9 +11,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from suites import TRAINING_CASES, Cost, Inputs, Suite
-from suites._attention import PEERS, Attend
+from suites._attention import PEERS, Attend, exact
 from tests.cases import Case, make_target_inputs
-from tests.oracles import target_attention_oracle
 from torchrec_jagged_attn import jagged_target_attention
 
 
@@ -23,13 +22,6 @@ def make_inputs(case: Case, device: str) -> Inputs:
     offsets = drawn.pop("offsets")
     leaves = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
     return Inputs.even(case, leaves, offsets)
-
-
-def formula(x: Inputs, attention: Callable[..., Tensor]) -> Tensor:
-    """A test formula of the package, or the op itself."""
-    query = x.leaves["query"]
-    query_offsets = x.query_offsets if query.dim() == 3 else None
-    return attention(query, x.leaves["history"], x.offsets, query_offsets=query_offsets)
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
@@ -47,10 +39,10 @@ def cost(x: Inputs) -> dict[str, Cost]:
     }
 
 
-def ours(x: Inputs, score: str = "softmax") -> Callable[[], Tensor]:
+def ours(x: Inputs) -> Callable[[], Tensor]:
     """The op."""
-    attention = functools.partial(jagged_target_attention, score=score)
-    return lambda: formula(x, attention)
+    query, history = x.leaves.values()
+    return lambda: jagged_target_attention(query, history, x.offsets)
 
 
 def over_rows(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
@@ -71,7 +63,7 @@ SUITE = Suite(
     measures="jagged_target_attention, without projections",
     cases=TRAINING_CASES,
     inputs=make_inputs,
-    oracle=functools.partial(formula, attention=target_attention_oracle),
+    oracle=lambda x: over_rows(exact, x)(),
     cost=cost,
     providers={
         "ours-kernel": ours,

@@ -103,6 +103,8 @@ def test_ratios_are_computed_from_a_run(tmp_path):
     assert of("best-peer ×") == 4
     assert of_run.best(parsed("best-peer ×", "c")) == "dense-flash"
     assert of("fbgemm ×") == 5  # eager, as no graph captures it
+    assert of_run.note(parsed("fbgemm ×", "c")).startswith("eager")
+    assert of_run.note(parsed("padded ×", "c")) == ""
     assert of("dense-flash memory ×") == Decimal("2.5")
     assert of("dense-flash memory saved") == Decimal("0.6")
     assert of("nobody ×") is None

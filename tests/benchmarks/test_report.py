@@ -19,7 +19,7 @@ from specs import TABLES
 
 from tests.benchmarks import made_up_results
 
-CROSSOVER = "<!-- table: crossover -->\n"
+PLACE = "<!-- table: self_attention -->\n"
 
 
 def test_nothing_is_stale():
@@ -39,24 +39,25 @@ def test_every_table_and_plot_has_its_place():
 
 def test_a_stale_table_is_found_and_made_anew(tmp_path, capsys):
     document = tmp_path / "guide.md"
-    document.write_text(f"before\n{CROSSOVER}| old |\n<!-- end of table -->\nafter\n")
+    document.write_text(f"before\n{PLACE}| old |\n<!-- end of table -->\nafter\n")
     assert report.main(["--check"], [document]) == 1
     assert capsys.readouterr().out.startswith("guide.md: stale")
     assert "| old |" in document.read_text()
     assert report.main([], [document]) == 0
     text = document.read_text()
     assert "| old |" not in text
-    assert text.startswith(f"before\n{CROSSOVER}| targets | bf16, absorbed |")
+    assert text.startswith(f"before\n{PLACE}| lengths | B × H × D |")
     assert text.endswith("<!-- end of table -->\nafter\n")
     assert report.main(["--check"], [document]) == 0
 
 
 def test_the_place_of_a_table_without_its_file_says_so(tmp_path, monkeypatch):
     document = tmp_path / "guide.md"
-    document.write_text(f"{CROSSOVER}| old |\n<!-- end of table -->\n")
-    monkeypatch.setitem(TABLES, "crossover", replace(TABLES["crossover"], results=("absent",)))
+    document.write_text(f"{PLACE}| old |\n<!-- end of table -->\n")
+    table = replace(TABLES["self_attention"], results=("absent",))
+    monkeypatch.setitem(TABLES, "self_attention", table)
     assert report.main([], [document]) == 0
-    assert document.read_text() == f"{CROSSOVER}Not measured yet.\n<!-- end of table -->\n"
+    assert document.read_text() == f"{PLACE}Not measured yet.\n<!-- end of table -->\n"
     assert report.main(["--check"], [document]) == 0
 
 

@@ -10,27 +10,20 @@ import pandas as pd
 import pytest
 import run
 import torch
-from suites import (
-    Cost,
-    UnavailableError,
-    ikbo,
-    self_attention_window,
-    serving,
-    target_attention_kernel,
-)
+from suites import Cost, UnavailableError, serving, target_attention_kernel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.cases import jagged_lengths
 
 SUITES = run.load_suites()
-TRAINING = ["target_attention", "target_attention_kernel", "target_attention_recency"]
 KERNEL = target_attention_kernel.SUITE
 TIMED_HERE = {
     "figure2": {"floor", "ours", "ours-unfused", "padded", "dense-flash"},
     "self_attention_recency": {"floor", "ours+recency", "ours-unbiased", "padded"},
     "table1": {"floor", "ours", "padded", "jagged-padded-jagged", "fbgemm-cuda"},
-    "target_attention": {"floor", "ours", "ours-materialized", "linear+padded-sdpa"},
+    "target_attention": {"floor", "ours", "linear+padded-sdpa"},
     "target_attention_kernel": {"floor", "ours-kernel", "padded-sdpa"},
+    "targets": {"floor", "ours", "ours-absorbed", "ours-materialized", "linear+padded-sdpa"},
 }
 COLUMNS = [
     *("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit"),
@@ -47,13 +40,13 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def with_one_case_of_each_kind(suite):
-    """One case for each name without its numbers, each dtype, and whether targets, places
-    of a row and lengths are one.
+    """One case for each name without its numbers, each dtype, and whether targets and lengths are
+    one.
     """
     kinds = {}
     for case in suite.cases.values():
         words = re.sub(r"[\d.]+k?", "", case.name)
-        one = case.num_targets == 1, case.name.endswith("-x1"), case.lengths == 1
+        one = case.num_targets == 1, case.lengths == 1
         kinds.setdefault((words, case.dtype, *one), case)
     return replace(suite, cases={case.name: case for case in kinds.values()})
 
@@ -86,15 +79,6 @@ def test_quick_checks_and_times_every_kind_of_case(tmp_path, capsys):
     left_out = re.findall(r"(.*): not run here: needs CUDA", capsys.readouterr().out)
     for peer in ("flash-attention-3", "torch-varlen", "fbgemm-sll"):
         assert any(peer in names.split(", ") for names in left_out)
-
-
-def test_pairs_of_a_window_are_those_that_are_seen():
-    suite = SUITES["self_attention_window"]
-    case = replace(suite.cases["cpu-1k-window-64"], batch_size=3, max_length=6, window=3)
-    x = replace(suite.inputs(case, "cpu"), offsets=torch.tensor([0, 5, 5, 7]))
-    assert self_attention_window.visible_pairs(x) == 1 + 2 + 3 + 3 + 3 + 0 + 1 + 2
-    whole = replace(x, case=replace(case, window=None))
-    assert self_attention_window.visible_pairs(whole) == 15 + 3
 
 
 def test_a_quick_time_is_that_of_a_call():
@@ -189,27 +173,20 @@ def test_flops_with_projections_are_those_of_the_cheaper_form():
     )
     few = suite.inputs(cases[0], "cpu")
     many = suite.inputs(replace(cases[0], num_targets=512), "cpu")
-    assert suite.cost(few)["forward"].flops == 8 * 5 * width**2 + 4 * rows * 4 * width
-    projections = 4 * (5 * 512 + rows) * width**2
+    assert suite.cost(few)["forward"].flops == 4 * 5 * width**2 + 4 * rows * 4 * width
+    projections = 2 * (5 * 512 + rows) * width**2
     assert suite.cost(many)["forward"].flops == projections + 4 * rows * 512 * width
 
 
 def test_candidates_are_uneven_and_as_many_in_all():
-    name = "u15-t64-l1024-d128"
+    name = "u15-t256-l1024-d128"
     x = serving.SUITE.inputs(replace(serving.CASES[name], max_length=20), "cpu")
     candidates = x.query_offsets.diff()
-    assert len(x.leaves["target"]) == x.query_offsets[-1] == 15 * 64
-    assert 64 / 3 - 1 < candidates.min() < 64 < candidates.max() == x.max_targets < 64 * 3 + 1
-    x = serving.SUITE.inputs(replace(serving.CASES["u1-t64-l4096-d128"], max_length=20), "cpu")
-    assert x.query_offsets.tolist() == [0, 64]
+    assert len(x.leaves["target"]) == x.query_offsets[-1] == 15 * 256
+    assert 256 / 3 - 1 < candidates.min() < 256 < candidates.max() == x.max_targets < 256 * 3 + 1
+    x = serving.SUITE.inputs(replace(serving.CASES["u1-t256-l4096-d128"], max_length=20), "cpu")
+    assert x.query_offsets.tolist() == [0, 256]
     assert x.offsets.tolist() == [0, 20]
-
-
-def test_ikbo_is_left_out_without_its_file(monkeypatch):
-    monkeypatch.setattr(ikbo, "need_cuda", lambda x: None)
-    monkeypatch.delenv("IKBO_ATTENTION", raising=False)
-    with pytest.raises(UnavailableError, match="IKBO_ATTENTION names no file"):
-        ikbo.ikbo(ikbo.make_inputs(ikbo.CASES["cpu-ikbo"], "cpu"))
 
 
 @pytest.mark.parametrize("lengths", [0.05, 0.25, 0.5, 1.0, "skewed"])
@@ -270,7 +247,7 @@ def test_what_cannot_be_is_refused_before_anything_is_timed(
     places = {"folder": tmp_path, "file": tmp_path / "file"}
     places["file"].write_text("kept")
     with pytest.raises(SystemExit) as exit_:
-        run.main(["ikbo", "--quick", "--device", "cpu", *(a.format(**places) for a in argv)])
+        run.main(["table1", "--quick", "--device", "cpu", *(a.format(**places) for a in argv)])
     assert exit_.value.code == 2
     assert message.format(**places) in capsys.readouterr().err
     assert places["file"].read_text() == "kept"
