@@ -149,13 +149,7 @@ def _budgets(
         if should_validate(keep) and keep.numel() and (least := int(keep.min())) < 0:
             raise ValueError(f"keep must be at least 0, got {least}")
         return keep.long()
-    if segments is None:
-        limit = NO_LIMIT if keep is None else keep
-        limits = [check_int(limit, "keep", 0, "an int or [B] integers")]
-    elif isinstance(keep, Sequence) and keep:
-        limits = [check_int(limit, "keep", 0, "ints, one for each segment") for limit in keep]
-    else:
-        raise TypeError(f"keep must have a number for each segment, got {keep!r}")
+    limits = _check_keep(keep, segments is not None)
     # Filled on the device, since a copy from the host would synchronize.
     columns = [torch.full((num_users,), limit, device=offsets.device) for limit in limits]
     return torch.stack(columns, 1)
@@ -182,8 +176,8 @@ class EventSelection(nn.Module):
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: no keys, or a key twice; neither ``keep`` nor ``threshold``; a budget is
-            negative; or a threshold without scores.
+        ValueError: no keys, or a key twice; neither ``keep`` nor ``threshold``; no budget, or a
+            negative one; or a threshold without scores.
 
     Example:
         >>> features = KeyedJaggedTensor.from_lengths_sync(
@@ -217,13 +211,8 @@ class EventSelection(nn.Module):
             if function is not None:
                 check_callable(function, name)
         _check_limits(keep, threshold, scores)
-        if not callable(keep) and isinstance(keep, list) != (segments is not None):
-            raise ValueError(f"keep must be a list if and only if there are segments, got {keep!r}")
-        if isinstance(keep, list) and not keep:
-            raise ValueError("keep must have a number for each segment, got []")
-        if keep is not None and not callable(keep):
-            for budget in keep if isinstance(keep, list) else [keep]:
-                check_int(budget, "keep", 0)
+        if not callable(keep):
+            _check_keep(keep, segments is not None)
         self.keys, self.keep, self.threshold = keys, keep, threshold
         self.scores, self.segments = scores, segments
 
@@ -270,6 +259,18 @@ def _select(
             for key, count in zip(features.keys(), counts, strict=True)
         ],
     )
+
+
+def _check_keep(keep: object, has_segments: bool) -> list[int]:
+    """Return the budgets of a user: one for each segment, or a single one."""
+    if not has_segments:
+        limit = NO_LIMIT if keep is None else keep
+        return [check_int(limit, "keep", 0, "an int or [B] integers")]
+    if not isinstance(keep, Sequence):
+        raise TypeError(f"keep must have a number for each segment, got {keep!r}")
+    if not keep:
+        raise ValueError(f"keep must have a number for each segment, got {keep!r}")
+    return [check_int(limit, "keep", 0, "ints, one for each segment") for limit in keep]
 
 
 def _check_limits(keep: object, threshold: object, scores: object) -> None:
