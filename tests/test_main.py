@@ -50,7 +50,7 @@ def test_json_has_the_three_tables(capsys):
     assert tables["packages"].items() >= dict(__main__.versions()).items()
     assert tables["devices"] == {str(device): about for device, about in __main__.devices()}
     assert [tuple(row.values()) for row in tables["ops"]] == __main__.variants()
-    assert all(list(row) == ["op", "device", "path", "why"] for row in tables["ops"])
+    assert all(list(row) == ["op", "device", "variant", "description"] for row in tables["ops"])
 
 
 @pytest.mark.reference
@@ -143,6 +143,7 @@ def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeyp
 def test_says_why_a_cpu_has_no_c_plus_plus(tmp_path):
     environment = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     done = run_package("--json", absent=TORCHREC, imported="torchrec_jagged_attn", **environment)
-    why = {(row["op"], row["path"]): row["why"] for row in json.loads(done.stdout)["ops"]}
+    rows = json.loads(done.stdout)["ops"]
+    descriptions = {(row["op"], row["variant"]): row["description"] for row in rows}
     for op in ("jagged_flash_attention", "jagged_target_attention"):
-        assert "there is no C++ compiler 'no-such-compiler'" in why[op, "none"]
+        assert "there is no C++ compiler 'no-such-compiler'" in descriptions[op, "none"]

@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     on_cpu, _ = implementation(torch.device("cpu"))
     if on_cpu == "reference" and not extension.is_built():
         print("Building the C++ library for CPUs, about 15 s …", file=sys.stderr, flush=True)
-    columns = ("op", "device", "path", "why")
+    columns = ("op", "device", "variant", "description")
     if args.json:
         rows = [dict(zip(columns, row, strict=True)) for row in variants()]
         tables = {"packages": dict(packages), "devices": dict(descriptions), "ops": rows}
