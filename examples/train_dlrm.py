@@ -533,7 +533,20 @@ def leave(message: str, code: int = 1) -> NoReturn:
     """Exit on all ranks; one of them prints the reason."""
     if dist.get_rank() == 0:
         print(message, file=sys.stderr)
+    destroy_process_group()
     sys.exit(code)
+
+
+def destroy_process_group() -> None:
+    """Destroy the process group, on all ranks.
+
+    After an error on one rank, NCCL would wait for the others: the process then exits without this,
+    and torchrun stops the other ranks.
+    """
+    # Sharded models are in reference cycles and refer to the group. If its threads outlived the
+    # interpreter, the process could abort on exit.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def main(args: argparse.Namespace) -> None:
@@ -560,11 +573,7 @@ def main(args: argparse.Namespace) -> None:
         leave(f"error: {error}")
     except (OSError, MemoryError) as error:
         sys.exit(f"error: {error}")  # perhaps on this rank only
-    finally:
-        # Sharded models are in reference cycles and refer to the group. If its threads outlived the
-        # interpreter, the process could abort on exit.
-        gc.collect()
-        dist.destroy_process_group()
+    destroy_process_group()
 
 
 if __name__ == "__main__":
