@@ -172,7 +172,7 @@ def least_materialized(device: str, dtype: torch.dtype, num_heads: int, *, proje
         targets
         for targets in itertools.count(1)
         if is_materialized(
-            [1, targets], history, offsets, False, 128, num_heads, projected, "softmax", 0, "auto"
+            [1, targets], history, offsets, False, 128, num_heads, projected, "softmax", 0
         )
     )
 

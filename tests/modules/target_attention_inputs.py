@@ -9,6 +9,7 @@ from torchrec import JaggedTensor
 from tests.cases import offsets_of
 from tests.combinations import each_pair
 from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn.modules import target_attention
 
 CPU = torch.device("cpu")
 
@@ -82,11 +83,36 @@ def bucket(distance, num_buckets):
     return min(quarter, 96 + octave, num_buckets - 1)
 
 
+class MaterializedAttention(JaggedTargetAttention):
+    """A module that materializes keys and values for any number of targets."""
+
+    IS_MATERIALIZED = True
+
+    def forward(self, *args, **kwargs):
+        rule = target_attention.is_materialized
+        target_attention.is_materialized = lambda *_: self.IS_MATERIALIZED
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            target_attention.is_materialized = rule
+
+
+class AbsorbedAttention(MaterializedAttention):
+    """A module that absorbs projections for any number of targets."""
+
+    IS_MATERIALIZED = False
+
+
+KEYS_AND_VALUES = {
+    "auto": JaggedTargetAttention,
+    "materialized": MaterializedAttention,
+    "absorbed": AbsorbedAttention,
+}
+
+
 def make_module(embed_dim, num_heads, *, keys_and_values="auto", **options):
     """A module with ``"materialized"`` keys and values, ``"absorbed"`` projections, or its rule."""
-    module = JaggedTargetAttention(embed_dim, num_heads, **options)
-    module._keys_and_values = keys_and_values
-    return module
+    return KEYS_AND_VALUES[keys_and_values](embed_dim, num_heads, **options)
 
 
 def projected(embed_dim, num_heads, **options):

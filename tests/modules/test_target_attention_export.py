@@ -12,6 +12,7 @@ from torchrec import JaggedTensor
 
 from tests.modules.target_attention_inputs import (
     OPTIONS,
+    AbsorbedAttention,
     assert_same_uniform,
     draw_prior_weights,
     example,
@@ -38,16 +39,16 @@ class OfTensors(nn.Module):
 # Options, and what else a call is given.
 VARIANTS = {
     "values": ({"value_projection": True}, []),
-    "materialized rows": ({"value_projection": False, "keys_and_values": "materialized"}, []),
+    "many targets": ({}, []),
     "prior weights": ({}, ["prior_weights"]),
     "request time": ({"age_bias": True, "score": "silu"}, ["timestamps", "request_time"]),
     "indices": ({"value_projection": True}, ["indices"]),
 }
 
 
-def arguments_of(module, names, lengths, device):
+def arguments_of(module, names, lengths, device, num_targets=1):
     """Arguments of ``forward``; None for others than ``names``."""
-    target, history, *_ = example(module, lengths, device, num_targets=1)
+    target, history, *_ = example(module, lengths, device, num_targets)
     places = torch.arange(sum(lengths), device=device)
     given = {
         "timestamps": places**2,
@@ -68,7 +69,8 @@ def test_traced_scripted_compiled_and_exported(name, device):
     module = make_module(16, 2, **options).to(device).eval()
     if options.get("age_bias"):
         nn.init.normal_(module.recency_bias.age_weight)
-    arguments = arguments_of(module, names, [5, 0, 40], device)
+    num_targets = 64 if name == "many targets" else 1  # which materialize keys
+    arguments = arguments_of(module, names, [5, 0, 40], device, num_targets)
     expected = module(*arguments)
     if names and "indices" not in names:
         without = [x if i < 3 else None for i, x in enumerate(arguments)]
@@ -79,7 +81,7 @@ def test_traced_scripted_compiled_and_exported(name, device):
         assert torch.equal(same(*arguments), expected)
 
     def tensors(lengths):
-        target, history, *others = arguments_of(module, names, lengths, device)
+        target, history, *others = arguments_of(module, names, lengths, device, num_targets)
         return target, history.values(), history.offsets(), *others
 
     inputs = tensors([5, 0, 40])
@@ -289,9 +291,7 @@ def test_auto_rule(device_type, dtype, num_samples, most_absorbed, projected):
             history = torch.empty(9, 128, device=device_type, dtype=dtype)
             offsets = torch.empty(num_samples + 1, device=device_type, dtype=torch.int64)
         shape = [num_samples * num_targets] if jagged else [num_samples, num_targets]
-        return is_materialized(
-            shape, history, offsets, jagged, 128, 4, projected, "softmax", 0, "auto"
-        )
+        return is_materialized(shape, history, offsets, jagged, 128, 4, projected, "softmax", 0)
 
     kinds = [True, False] if num_samples > 1 else [True]  # the batch size of others plays no part
     for jagged in kinds:

@@ -15,6 +15,7 @@ from torch import nn
 from torchrec.datasets.utils import Batch
 from torchrec.modules.embedding_configs import PoolingType
 
+from tests.modules.target_attention_inputs import MaterializedAttention
 from tests.pipeline.training import (
     CANDIDATE_COUNTS,
     OTHER_SIZE,
@@ -148,7 +149,7 @@ def train_case(case: Case, pipeline_type: type, device: torch.device, num_steps:
     model = make_model(**case.options)
     if case.materialized:
         for attention in collection_of(model).pooling.attentions:
-            attention._keys_and_values = "materialized"
+            attention.__class__ = MaterializedAttention
     sharded = make_sharded(model, device, case.optimizer, fused_params=case.fused_params)
     pipeline = pipeline_type(sharded, make_optimizer(sharded), device, **case.pipeline)
     batches = (make_batch(step, **case.batch) for step in range(num_steps))

@@ -139,21 +139,18 @@ def is_materialized(
     has_value_projection: bool,
     score: str,
     num_levels: int,
-    keys_and_values: str,
     max_head_dim: int = MAX_WIDTH,
 ) -> bool:
     """Return whether keys and values of all history rows are materialized, for targets of ``shape``
     ``[B]``, ``[B, T]`` or, if they are jagged, ``[ΣT]``.
 
     Flash attention requires a softmax, rows without packed codes, and heads of up to 512 columns.
-    ``"auto"`` then compares the costs at the top of this file, which depend on shapes alone. For
-    targets ``[B, T, C]`` they do not depend on ``B``, so that compiled and exported code is valid
-    for any ``B``.
+    Then the costs at the top of this file are compared, which depend on shapes alone. For targets
+    ``[B, T, C]`` they do not depend on ``B``, so that compiled and exported code is valid for any
+    ``B``.
     """
     if score != "softmax" or num_levels > 0 or embed_dim // num_heads > max_head_dim:
         return False
-    if keys_and_values != "auto":
-        return keys_and_values == "materialized"
     # FLOPs in the time of moving an element; and FLOPs of attention over keys in the time of one
     # FLOP over raw rows, whose kernels are slower for many targets. On CUDA for an H200 with 250
     # TFLOP/s in 16 bits, 32 in fp32, and 4 TB/s; on a CPU measured for histories of 100 rows.

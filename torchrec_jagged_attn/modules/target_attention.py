@@ -183,7 +183,6 @@ class JaggedTargetAttention(nn.Module):
                 f"{self.history_dim}"
             )
         self.init = init
-        self._keys_and_values = "auto"  # tests and benchmarks choose
         self.score = score
         self.value_projection = value_projection
         self.dropout = dropout
@@ -347,7 +346,6 @@ class JaggedTargetAttention(nn.Module):
             num_codes=self._num_codes,
             num_levels=self._num_levels,
             num_heads=self.num_heads,
-            keys_and_values=self._keys_and_values,
             score=self.score,
             dropout_threshold=self._dropout_threshold if self.training else 0,
         )
@@ -522,7 +520,7 @@ def _attend_to_rows(
     has_value_projection = projections.value is not None
     if is_materialized(
         shape, rows, offsets, target_offsets is not None, q.shape[1], options.num_heads,
-        has_value_projection, options.score, options.num_levels, options.keys_and_values,
+        has_value_projection, options.score, options.num_levels,
     ):  # fmt: skip
         if indices is not None:
             rows = _gather_rows(rows, indices, offsets)

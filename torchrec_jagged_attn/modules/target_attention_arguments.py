@@ -42,7 +42,6 @@ class Options(NamedTuple):
     num_codes: int  # codes of a packed row; 0 if histories are not packed
     num_levels: int  # levels of a code; 0 if histories are not packed
     num_heads: int
-    keys_and_values: str  # "materialized", "absorbed", or "auto" by number of targets
     score: str
     dropout_threshold: int  # the current dropout probability, in units of 2^-32
 
