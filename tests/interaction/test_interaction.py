@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from tests.cases import Case, offsets_of
-from tests.combinations import each_pair
 from tests.fixtures import (
     assert_graph_replays,
     opcheck,
@@ -28,13 +27,10 @@ from tests.oracles import (
     jagged_jagged_bmm_oracle,
     jagged_softmax_oracle,
 )
-from tests.rounding import RoundingErrors
 from tests.samples import assert_other_samples_never_matter
 from tests.tolerance import (
-    assert_close,
     assert_matches_oracle,
     assert_output,
-    in_fp64,
     outputs_and_gradients,
 )
 from torchrec_jagged_attn import ops
@@ -299,28 +295,6 @@ def test_strided_inputs_and_gradients(name, device):
     assert_right(name, strided)
     functions = function_of(name), OPS[name].oracle
     assert_matches_oracle(*map(summed, functions), strided)
-
-
-@pytest.mark.parametrize(
-    ("name", "width", "dtype"),
-    each_pair(
-        ["jagged_dense_bmm", "jagged_jagged_bmm"], [1, 5, 16, 64], [torch.float32, torch.float16]
-    ),
-    ids=str,
-)
-def test_one_pass_for_both_gradients(name, width, dtype, device):
-    """They are as accurate as each gradient computed alone."""
-    inputs = inputs_of(name, [70, 0, 1100, 33], None, device, dtype, 40, num_targets=width)
-    leaves = [inputs[key].requires_grad_() for key in ("x", "y")]
-    out = function_of(name)(**inputs)
-    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    both = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
-    alone = [torch.autograd.grad(out, leaf, grad_out, retain_graph=True)[0] for leaf in leaves]
-    with RoundingErrors(dtype) as errors:
-        expected = outputs_and_gradients(OPS[name].oracle, in_fp64(inputs), grad_out.double())
-    for grads in (both, alone):
-        for key, grad in zip("xy", grads, strict=True):
-            assert_close(grad, expected[key], errors, name=key)
 
 
 @pytest.mark.parametrize("name", ["jagged_dense_bmm", "jagged_jagged_bmm"])

@@ -1,8 +1,8 @@
 """Jagged rows in kernels: the sample of a row, tiles of rows, and sums over chunks.
 
-The rows of a long sample are split into chunks of equal length. A split is the index of a chunk's
-partial result among the chunks of all samples. With at most one split per ``SPLIT`` rows, the
-splits of sample ``b`` start at ``offsets[b] // SPLIT``, so no prefix sum is needed.
+The rows of a long sample are split into chunks of equal length, each of which has a partial result.
+With at most one partial result per ``ROWS_PER_PARTIAL`` rows, those of sample ``b`` start at index
+``offsets[b] // ROWS_PER_PARTIAL``, so no prefix sum is needed.
 """
 
 from __future__ import annotations
@@ -93,30 +93,30 @@ def find_chunk(offsets_ptr, num_samples, work, CHUNK: tl.constexpr):
     """Return the chunk of index ``work``, usually the program's.
 
     The first ``num_samples`` indices are the first chunks of all samples. The other
-    ``N // CHUNK`` are one index per split, for later chunks.
+    ``N // CHUNK`` are one index per partial result, for later chunks.
 
     Returns:
-        ``(busy, sample, begin, end, split)``: whether the chunk exists, its sample, its first and
-        end row, and its split, or -1 if the chunk is the whole sample.
+        ``(busy, sample, begin, end, partial)``: whether the chunk exists, its sample, its first and
+        end row, and the index of its partial result, or -1 if the chunk is the whole sample.
     """
     sample = work
-    later_split = work - num_samples
-    if later_split >= 0:
-        sample = find_sample(offsets_ptr, num_samples, later_split, 1, CHUNK, 0)
+    later_partial = work - num_samples
+    if later_partial >= 0:
+        sample = find_sample(offsets_ptr, num_samples, later_partial, 1, CHUNK, 0)
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     length = tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin
     chunks = count_chunks(length, 1, CHUNK, CHUNK)
-    first_split = begin // CHUNK
-    chunk = tl.where(later_split >= 0, later_split - first_split, 0)
-    busy = (chunk < chunks) & ((chunk > 0) | (later_split < 0))
-    split = tl.where(chunks > 1, first_split + chunk, -1)
+    first_partial = begin // CHUNK
+    chunk = tl.where(later_partial >= 0, later_partial - first_partial, 0)
+    busy = (chunk < chunks) & ((chunk > 0) | (later_partial < 0))
+    partial = tl.where(chunks > 1, first_partial + chunk, -1)
     end = begin + length * (chunk + 1) // chunks
-    return busy, sample, begin + length * chunk // chunks, end, split
+    return busy, sample, begin + length * chunk // chunks, end, partial
 
 
 @triton.jit(do_not_specialize=["num_samples"])
 def _add_chunks_kernel(
-    sums_ptr,  # [splits, W] fp32
+    sums_ptr,  # [partials, W] fp32
     out_ptr,  # [B, W]
     offsets_ptr,  # [B + 1]
     num_samples,
@@ -125,22 +125,22 @@ def _add_chunks_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Add BLOCK elements of the partial sums of the sample whose first split is this program's.
+    """Add BLOCK elements of the partial sums of a sample, in the program of its first partial sum.
 
-    Programs of other splits do nothing. With OVERLAP, they still wait for the previous kernel, so
-    that its results are complete when the next kernel starts.
+    The programs of its other partial sums do nothing. With OVERLAP, they still wait for the
+    previous kernel, so that its results are complete when the next kernel starts.
     """
-    split = tl.program_id(0).to(tl.int64)
-    sample = find_sample(offsets_ptr, num_samples, split, 1, CHUNK, 0)
+    partial = tl.program_id(0).to(tl.int64)
+    sample = find_sample(offsets_ptr, num_samples, partial, 1, CHUNK, 0)
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     chunks = count_chunks(tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin, 1, CHUNK, CHUNK)
     if OVERLAP:
         cuda.gdc_wait()
-    if (chunks == 1) | (split != begin // CHUNK):
+    if (chunks == 1) | (partial != begin // CHUNK):
         return
     w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
-    for chunk in tl.range(split, split + chunks, num_stages=4):
+    for chunk in tl.range(partial, partial + chunks, num_stages=4):
         acc += tl.load(sums_ptr + chunk * W + w, mask=w < W, other=0.0)
     tl.store(out_ptr + sample * W + w, acc, mask=w < W)
 
@@ -149,14 +149,14 @@ _add_chunks = Launcher(_add_chunks_kernel)
 
 
 def add_chunks(sums: Tensor, out: Tensor, offsets: Tensor, width: int, chunk: int) -> None:
-    """Add the partial sums ``[splits, …]`` of samples with several chunks into ``out`` ``[B, …]``.
+    """Add the partial sums ``[partials, …]`` of samples with several chunks to ``out`` ``[B, …]``.
 
     Rows of both have ``width`` elements.
     """
-    num_splits = sums.shape[0]
-    if num_splits:
+    num_partials = sums.shape[0]
+    if num_partials:
         _add_chunks(
-            (num_splits, -(-width // 2048)),
+            (num_partials, -(-width // 2048)),
             (sums, out, offsets, offsets.numel() - 1),
             _add_constants(width, chunk, devices.launches_overlap(out.device)),
         )
@@ -170,13 +170,13 @@ def _add_constants(width: int, chunk: int, overlap: bool) -> dict:
 
 
 @triton.jit
-def count_chunks(length, num_blocks, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
+def count_chunks(length, num_blocks, CHUNK: tl.constexpr, ROWS_PER_PARTIAL: tl.constexpr):
     """Return the number of chunks of a history of ``length`` rows.
 
-    A chunk has at least ``CHUNK`` and at least ``SPLIT · num_blocks`` rows, where ``num_blocks``
-    is the number of blocks of query rows. So samples with several chunks have at most
-    ``length // SPLIT`` pairs of chunk and block. These pairs are the splits of sample ``b``, from
-    ``offsets[b] // SPLIT`` on, ordered by chunk.
+    A chunk has at least ``CHUNK`` and at least ``ROWS_PER_PARTIAL · num_blocks`` rows, where
+    ``num_blocks`` is the number of blocks of query rows. So samples with several chunks have at
+    most ``length // ROWS_PER_PARTIAL`` pairs of chunk and block. Each pair has a partial result;
+    those of sample ``b`` start at index ``offsets[b] // ROWS_PER_PARTIAL``, ordered by chunk.
     """
-    rows = tl.maximum(SPLIT * num_blocks, CHUNK)
+    rows = tl.maximum(ROWS_PER_PARTIAL * num_blocks, CHUNK)
     return tl.maximum(length.to(tl.int32) // rows.to(tl.int32), 1).to(tl.int64)

@@ -8,7 +8,7 @@
     out = x · y           dx = dout · y           dy = sum(dout · x)
 
 where dense is ``jagged_dense_bmm``, jagged ``jagged_jagged_bmm``, pairs :data:`pair_bmm` and array
-:data:`array_jagged_bmm`. On a GPU, one kernel computes both gradients of dense, and both of jagged.
+:data:`array_jagged_bmm`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from torchrec_jagged_attn.base.checks import (
 from torchrec_jagged_attn.base.devices import implementation_of
 from torchrec_jagged_attn.base.layout import check_offsets_values
 from torchrec_jagged_attn.ops.interaction import cpu
-from torchrec_jagged_attn.ops.interaction.kernels import product_gradients as gradient_kernels
 from torchrec_jagged_attn.ops.interaction.kernels import products as product_kernels
 from torchrec_jagged_attn.ops.interaction.kernels import rows as row_kernels
 from torchrec_jagged_attn.ops.interaction.kernels import softmax as softmax_kernels
@@ -100,12 +99,6 @@ def _implementation(x: Tensor, kernels: ModuleType) -> ModuleType:
     return implementation_of(x, cpu, kernels)
 
 
-def _one_kernel(x: Tensor, width: int, needs: Rows) -> bool:
-    """Return whether one kernel computes both gradients of a product, with ``width`` columns."""
-    on_gpu = _implementation(x, gradient_kernels) is gradient_kernels
-    return bool(needs.x and needs.y and on_gpu and gradient_kernels.is_supported(x, width))
-
-
 def _num_products(needs: Sequence[Any] | None) -> int:
     """Return 1 for forward; for backward, how many of the first two arguments need a gradient."""
     return 1 if needs is None else sum(needs[:2])
@@ -133,8 +126,6 @@ def _dense_forward(args: Rows) -> Output:
 
 def _dense_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
     x, y, offsets = args
-    if _one_kernel(x, y.shape[2], needs):
-        return Gradients(*gradient_kernels.jagged_dense_bmm_backward(grad_out, *args))
     products = _implementation(x, product_kernels)
     return Gradients(
         products.jagged_dense_bmm(grad_out, y.mT, offsets) if needs.x else None,
@@ -168,8 +159,6 @@ def _jagged_forward(args: Rows) -> Output:
 
 def _jagged_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
     x, y, offsets = args
-    if _one_kernel(x, y.shape[1], needs):
-        return Gradients(*gradient_kernels.jagged_jagged_bmm_backward(grad_out, *args))
     dense = _implementation(x, product_kernels).jagged_dense_bmm
     return Gradients(
         dense(y, grad_out.mT, offsets) if needs.x else None,

@@ -131,7 +131,7 @@ def _sums_kernel(
     a_ptr,  # [ΣK, M]
     b_ptr,  # [ΣK, N]
     out_ptr,  # [B, M, N]
-    sums_ptr,  # [splits, M, N] fp32
+    sums_ptr,  # [partials, M, N] fp32
     k_offsets_ptr,  # [B + 1]
     num_samples,
     C: tl.constexpr,  # Constants
@@ -141,7 +141,7 @@ def _sums_kernel(
         cuda.gdc_launch_dependents()
     TILES: tl.constexpr = (C.M + C.BLOCK_M - 1) // C.BLOCK_M * C.TILES_N
     program = tl.program_id(0).to(tl.int64)
-    busy, sample, begin, end, split = find_chunk(
+    busy, sample, begin, end, partial = find_chunk(
         k_offsets_ptr, num_samples, program // TILES, C.CHUNK
     )
     if not busy:
@@ -152,8 +152,8 @@ def _sums_kernel(
     num_k = (end - begin).to(tl.int32)
     acc = _multiply(a_ptr + begin * C.M, b_ptr + begin * C.N, m_begin, n_begin, C.M, C.N, num_k, C)
     origin, at, mask = tile_of(m_begin, n_begin, C.M, C.N, C.BLOCK_M, C.BLOCK_N)
-    if split >= 0:
-        tl.store(sums_ptr + split * (C.M * C.N) + origin + at, acc, mask=mask)
+    if partial >= 0:
+        tl.store(sums_ptr + partial * (C.M * C.N) + origin + at, acc, mask=mask)
     else:
         tl.store(out_ptr + sample * (C.M * C.N) + origin + at, acc, mask=mask)
 
@@ -281,12 +281,12 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
         product_precision(x.dtype), m, n, devices.launches_overlap(x.device)
     )
     tiles = constants["C"]
-    num_splits = num_rows // tiles.CHUNK
-    sums = out.new_empty(num_splits, m, n, dtype=torch.float32)
+    num_partials = num_rows // tiles.CHUNK
+    sums = out.new_empty(num_partials, m, n, dtype=torch.float32)
     offsets = offsets.contiguous()
     num_tiles = -(-m // tiles.BLOCK_M) * tiles.TILES_N
     _sums(
-        ((num_splits + num_samples) * num_tiles,),
+        ((num_partials + num_samples) * num_tiles,),
         (x.contiguous(), y.contiguous(), out, sums, offsets, num_samples),
         constants,
     )
@@ -359,16 +359,9 @@ def _sums_constants(precision: str, m: int, n: int, overlap: bool) -> dict[str, 
         BLOCK_N=block_n,
         BLOCK_K=32,
         TILES_N=-(-n // block_n),
-        CHUNK=fewest_rows_of_chunk(m, n),
+        # Partial sums take at most a quarter of the memory of 16-bit inputs, and most samples have
+        # a single chunk.
+        CHUNK=max(1024, triton.next_power_of_2(8 * m * n // (m + n))),
         OVERLAP=overlap,
     )
     return {"C": constants, "num_warps": num_warps}
-
-
-def fewest_rows_of_chunk(m: int, n: int) -> int:
-    """Return the fewest rows of a chunk of a sum of outer products ``[m, n]``.
-
-    Partial sums take at most a quarter of the memory of 16-bit inputs, and most samples have a
-    single chunk.
-    """
-    return max(1024, triton.next_power_of_2(8 * m * n // (m + n)))

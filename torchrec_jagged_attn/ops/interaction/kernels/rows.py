@@ -51,7 +51,7 @@ def _sum_rows_kernel(
     x_ptr,  # [N, D]
     y_ptr,  # [N, D], to sum x · y, or None, to sum x
     out_ptr,  # [B, D]
-    sums_ptr,  # [splits, D] fp32
+    sums_ptr,  # [partials, D] fp32
     offsets_ptr,  # [B + 1]
     num_samples,
     D: tl.constexpr,
@@ -61,7 +61,7 @@ def _sum_rows_kernel(
 ):
     """Sum the rows of x, or of x · y, over one chunk of a sample."""
     work = tl.program_id(0).to(tl.int64)
-    busy, sample, begin, end, split = find_chunk(offsets_ptr, num_samples, work, CHUNK)
+    busy, sample, begin, end, partial = find_chunk(offsets_ptr, num_samples, work, CHUNK)
     if not busy:
         return
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -75,8 +75,8 @@ def _sum_rows_kernel(
             x *= tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
         acc += x
     total = tl.sum(acc, 0)
-    if split >= 0:
-        tl.store(sums_ptr + split * D + d, total, mask=d < D)
+    if partial >= 0:
+        tl.store(sums_ptr + partial * D + d, total, mask=d < D)
     else:
         tl.store(out_ptr + sample * D + d, total, mask=d < D)
 
@@ -106,12 +106,12 @@ def sum_rows(x: Tensor, y: Tensor | None, offsets: Tensor) -> Tensor:
     out = x.new_empty(num_samples, width)
     if out.numel():
         constants = _row_constants(width, SUM_TILE, CHUNK=CHUNK)
-        num_splits = num_rows // CHUNK
-        sums = out.new_empty(num_splits, width, dtype=torch.float32)
+        num_partials = num_rows // CHUNK
+        sums = out.new_empty(num_partials, width, dtype=torch.float32)
         offsets = offsets.contiguous()
         y = None if y is None else y.contiguous()
         _sum_rows(
-            (num_splits + num_samples, -(-width // constants["BLOCK_D"])),
+            (num_partials + num_samples, -(-width // constants["BLOCK_D"])),
             (x.contiguous(), y, out, sums, offsets, num_samples),
             constants,
         )
