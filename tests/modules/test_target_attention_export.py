@@ -12,7 +12,6 @@ from torchrec import JaggedTensor
 
 from tests.modules.target_attention_inputs import (
     OPTIONS,
-    AbsorbedAttention,
     assert_same_uniform,
     draw_prior_weights,
     example,
