@@ -53,20 +53,6 @@ def test_heads_of_attention_and_of_encoder_layers(options, heads):
     assert (pooling.attentions[0].num_heads, layer.self_attn.num_heads) == heads
 
 
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 3)])
-def test_rows_of_a_history_attend_to_each_other_first(causal, window, device):
-    config = TargetAttentionConfig(
-        "item",
-        "hist",
-        recency_bias=False,
-        value_projection=True,
-        encoder=EncoderConfig(num_layers=2, causal=causal, window=window),
-    )
-    scenario = Scenario([table("t_item", "item", "hist")], [config])
-    batch = make_batch(scenario, [3, 0, 1, 7])
-    check_against_oracle(make_collection(scenario, device), scenario, [batch])
-
-
 def without_users(scenario: Scenario) -> Scenario:
     attentions = []
     for config in scenario.attentions:

@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_notebook(monkeypatch):
     notebook = json.loads((EXAMPLES / "history_weights.ipynb").read_text())
     steps = "for _ in range(200):"
-    sources = ["".join(x["source"]) for x in notebook["sources"] if x["cell_type"] == "code"]
+    sources = ["".join(x["source"]) for x in notebook["cells"] if x["cell_type"] == "code"]
     (training,) = (source for source in sources if steps in source)
     # Weights need not be well trained.
     sources[sources.index(training)] = training.replace("200", "20")

@@ -34,8 +34,6 @@ from torchrec_jagged_attn.ops.target_attention import cpu as target_attention
 
 SMALL_CASES = [name for name, case in CASES.items() if not case.large]
 
-NOW = 1_700_000_000  # seconds since 1970
-
 
 def inputs_of_case(module, case, device, targets=None):
     generator = torch.Generator().manual_seed(0)
@@ -106,45 +104,6 @@ def test_is_multihead_attention(name, widths, bias, recency, targets, prior, pat
     if recency == "ages at a request":  # before a history, in one, long after one
         times["request_time"] = torch.arange(case.batch_size, device=device) ** 9 - 4
     assert_right(module, inputs, **times)
-
-
-@pytest.mark.parametrize(
-    ("num_targets", "jagged", "path"),
-    each_pair([1, 2, 15, 16, 17, 33, 64, 70], [False, True], PATHS),
-    indirect=["path"],
-)
-def test_any_number_of_targets(num_targets, jagged, path, device):
-    module = projected(16, 2, age_bias=True, device="meta", **path)
-    targets = [num_targets, 3, 0, 1, 9] if jagged else num_targets
-    inputs = make_inputs(module, [40, 0, 30, 1, 20], device, torch.float16, targets=targets)
-    assert_right(module, inputs, timestamps=torch.arange(91, device=device) ** 2)
-
-
-def test_gradients_of_biases_over_many_targets(path, device):
-    """Sums of thousands of targets."""
-    module = projected(32, 2, recency_bias=False, device="meta", **path)
-    inputs = make_inputs(module, [300, 0, 100, 20], device, targets=1024)
-    assert_right(module, inputs)
-
-
-@pytest.mark.parametrize(
-    "times",
-    ["seconds-since-1970", "microseconds-since-1970", "days-in-fp64", "seconds-in-int32"],
-)
-def test_bias_by_age(times, path, device):
-    module = projected(16, 2, age_bias=True, device="meta", **path)
-    inputs = make_inputs(module, [70, 0, 30, 1, 20], device, targets=3)
-    generator = torch.Generator().manual_seed(2)
-    ages = 2 ** (40 * torch.rand(len(inputs["history"]), generator=generator, dtype=torch.float64))
-    lengths = inputs["offsets"].diff().tolist()
-    ages = torch.cat([a.sort(descending=True)[0] for a in ages.split(lengths)])
-    timestamps = {
-        "seconds-since-1970": NOW - (ages / 2**10).long(),
-        "microseconds-since-1970": NOW * 10**6 - ages.long(),
-        "days-in-fp64": NOW / 86400 - ages / 2**30,
-        "seconds-in-int32": (NOW - (ages / 2**10).long()).int(),
-    }[times]
-    assert_right(module, inputs, timestamps=timestamps.to(device))
 
 
 def test_timestamps_that_decrease_are_refused():

@@ -17,7 +17,7 @@ from torchrec.inference.modules import (
     shard_quant_model,
 )
 from torchrec.modules.embedding_configs import DataType
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.collection.scenarios import table
 from tests.torchrec.two_ranks import (
@@ -29,7 +29,6 @@ from tests.torchrec.two_ranks import (
     make_model,
 )
 from torchrec_jagged_attn import (
-    JaggedTargetAttention,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
@@ -166,36 +165,6 @@ def test_traced_and_scripted(tables: str, device: torch.device, tmp_path: Path):
     assert_equal(traced, scorer, device)
     torch.jit.save(torch.jit.script(traced), tmp_path / "scorer.pt")
     assert_equal(torch.jit.load(tmp_path / "scorer.pt"), scorer, device)
-
-
-class OfJagged(nn.Module):
-    """An attention of jagged targets."""
-
-    def __init__(self, attention: JaggedTargetAttention) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def forward(self, target: JaggedTensor, history: JaggedTensor) -> Tensor:
-        return self.attention(target, history)
-
-
-@pytest.mark.parametrize("lengths", [None, [1, 0, 3]], ids=["one target", "jagged targets"])
-def test_an_attention_by_itself(lengths: list[int] | None, device: torch.device):
-    attention = JaggedTargetAttention(16, 2).to(device)
-    history = JaggedTensor(
-        torch.randn(5, 16, device=device), lengths=torch.tensor([2, 0, 3], device=device)
-    )
-    target, module = torch.randn(3, 16, device=device), attention
-    if lengths is not None:
-        target = JaggedTensor(
-            torch.randn(4, 16, device=device), lengths=torch.tensor(lengths, device=device)
-        )
-        module = OfJagged(attention)
-    expected = attention(target, history)
-    traced = trace(module)
-    assert torch.equal(traced(target, history), expected)
-    for scripted in (torch.jit.script(traced), torch.jit.script(module)):
-        assert torch.equal(scripted(target, history), expected)
 
 
 def test_sharded_for_inference(device: torch.device):
