@@ -1,4 +1,4 @@
-"""Named shapes, and makers of inputs."""
+"""Named shapes, and their random inputs."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist load the fixtures, and so does a process that runs tests itself."""
+    """Load fixtures in workers of pytest-xdist, or in a process without workers."""
     is_worker = hasattr(config, "workerinput")
     if is_worker or config.getoption("dist", "no") == "no":
         gc.disable()  # until all is collected: nothing is garbage yet

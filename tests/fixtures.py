@@ -73,7 +73,7 @@ def pytest_runtestloop() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_yet() -> None:
-    """Each test may compile a function as often as Dynamo allows in a process."""
+    """Reset Dynamo, whose limit of recompilations is per process."""
     if "torch._dynamo" in sys.modules:  # which takes a second to import
         torch._dynamo.reset()
 
@@ -97,7 +97,7 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> str:
-    """How ranks talk: on two CPU processes, or on as many GPUs as there are, up to two."""
+    """Backend of two CPU ranks, or of up to two GPUs."""
     return request.param
 
 
@@ -121,7 +121,7 @@ def hopper(request):
 
 @pytest.fixture
 def fake_classes() -> Iterator[None]:
-    """``torch.export`` has to know the two classes that lookups of quantized tables hold."""
+    """Register the classes of quantized lookups for ``torch.export``."""
     from torchrec.pt2.utils import deregister_fake_classes, register_fake_classes
 
     register_fake_classes()
@@ -150,7 +150,7 @@ PATHS = ["absorbed", "materialized"]
 
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest) -> dict[str, str]:
-    """How target attention takes keys and values, as an option of the module."""
+    """Absorbed projections, or materialized keys and values."""
     return {"keys_and_values": request.param}
 
 
@@ -165,7 +165,7 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
 
 
 def assert_graph_replays(run: Callable[[], dict], change: Callable[[], object]) -> None:
-    """``run`` never waits for the GPU; its CUDA graph gives the same after ``change``."""
+    """Assert that ``run`` does not wait for the GPU and that its graph replays after ``change``."""
     run()  # compiles
     with sync_debug_mode("error"):
         run()
@@ -188,9 +188,7 @@ def summed(function):
 
 
 def opcheck(op: torch._ops.OpOverload, arguments: tuple) -> None:
-    """``torch.library.opcheck``. Gradients, if an argument has one, are traced; interpreted, they
-    are taken, and finite: they are traced alike with any kernels.
-    """
+    """``torch.library.opcheck``; gradients of interpreted kernels are computed, not traced."""
     leaves = [x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad]
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     if leaves and not knobs.runtime.interpret:

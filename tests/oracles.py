@@ -99,7 +99,7 @@ def _own_scores_oracle(
     score: str,
     weight_factors: Tensor | None,
 ) -> Tensor:
-    """Target attention of weights that are a function of their own score, sample by sample."""
+    """Target attention with silu or sigmoid in place of softmax, for each sample."""
     weigh = {"silu": F.silu, "sigmoid": torch.sigmoid}[score]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     lengths = offsets.diff().tolist()
@@ -236,7 +236,7 @@ def flash_attention_oracle(
 
 
 def _log_sum_exp(scores: Tensor) -> Tensor:
-    """Of the last dimension."""
+    """Over the last dimension."""
     largest = [[max(row) for row in rows] for rows in scores.detach().tolist()]  # exact
     shift = torch.tensor(largest, dtype=scores.dtype, device=scores.device)
     return (scores - shift.unsqueeze(-1)).exp().sum(-1).log() + shift

@@ -21,10 +21,9 @@ import torch.multiprocessing as mp
 
 
 def start_method() -> str:
-    """How processes start: one that may have opened CUDA must not fork.
+    """The start method of processes: a process that may have initialized CUDA must not fork.
 
-    A function, for to ask is to open CUDA, and a process that is spawned imports this file before
-    it gets its own CUDA_VISIBLE_DEVICES.
+    A function, because ``is_available`` initializes CUDA.
     """
     return "spawn" if torch.cuda.is_available() else "forkserver"
 
@@ -60,7 +59,7 @@ def fork_server() -> None:
 def started_script(
     script: Path, *options: str, env: dict[str, str]
 ) -> Iterator[tuple[mp.Process, Path, Path]]:
-    """A process that runs ``script`` in a session of its own, and the files where it prints."""
+    """A process that runs ``script`` in a new session, and its output files."""
     with tempfile.TemporaryDirectory() as folder:
         printed = [Path(folder, name) for name in ("stdout", "stderr")]
         for path in printed:
@@ -102,7 +101,7 @@ def _run_script(
 
 
 def variables_of_ranks(ranks: int) -> list[dict[str, str]]:
-    """What torchrun sets for the processes of one host."""
+    """The variables that torchrun sets for the processes of one host."""
     with socket.socket() as any_port:
         any_port.bind(("127.0.0.1", 0))
         port = any_port.getsockname()[1]
@@ -151,7 +150,7 @@ def run_code(
     imported: str = "torch",
     **environment: str,
 ) -> subprocess.CompletedProcess:
-    """As ``python -c`` in a process of its own, which has imported PyTorch or ``imported``."""
+    """As ``python -c`` in a new process, which has imported PyTorch or ``imported``."""
     forking = _forking(imported)
     with tempfile.TemporaryDirectory() as folder:
         printed = [str(Path(folder, name)) for name in ("stdout", "stderr")]

@@ -66,7 +66,7 @@ class RoundingErrors(TorchDispatchMode):
         self._entered = []
 
     def __enter__(self) -> RoundingErrors:
-        """Also have PyTorch's attention made of operators that have rules."""
+        """Also decompose PyTorch's attention into operators that have rules."""
         self._entered.append(sdpa_kernel(SDPBackend.MATH))
         self._entered[-1].__enter__()
         return super().__enter__()
@@ -194,7 +194,7 @@ def _unit(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _flat(args: tuple, kwargs: dict) -> Iterator[Any]:
-    """All arguments, also of lists."""
+    """All arguments, including elements of lists."""
     for x in (*args, *kwargs.values()):
         yield from x if isinstance(x, (tuple, list)) else (x,)
 
@@ -388,7 +388,7 @@ def _add_product(errors, func, out, x, a, b, beta=1, alpha=1):
 
 @_rule("sum", "mean", "index_add", "index_put", "embedding_dense_backward")
 def _sum(errors, func, out, x, *args, **kwargs):
-    """Sums of some elements: ``func`` is linear in the terms, whose errors may be the same."""
+    """Sums of terms, in which ``func`` is linear; their errors may be equal."""
 
     def apply(convert: Callable[[Tensor], Tensor]) -> Tensor:
         some = [convert(y) if _is_tracked(y) else y for y in (x, *args)]

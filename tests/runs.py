@@ -1,4 +1,4 @@
-"""Runs of a whole model, for which the tolerance rule has no oracle, compared with each other."""
+"""Comparison of two runs of a model, for which there is no fp64 oracle."""
 
 from __future__ import annotations
 

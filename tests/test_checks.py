@@ -1,4 +1,4 @@
-"""Numbers and flags that public functions and modules take, or refuse by name."""
+"""Checks of numbers and flags in public functions and modules."""
 
 import functools
 import inspect
@@ -187,7 +187,7 @@ def test_numbers_beyond_float(call, name):
 
 
 def test_numpy_numbers_are_converted():
-    """Others may have few bits, and are not written to JSON."""
+    """NumPy numbers may overflow, and cannot be written to JSON."""
     relevance = events.Relevance(np.int8(100), num_bins=np.int8(2), prior=np.float16(1))
     layout = ops.JaggedLayout(OFFSETS, np.int8(9))
     few = np.uint8(1)

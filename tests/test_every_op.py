@@ -106,7 +106,7 @@ def run(name, operands, others, grad_out=None):
 
 
 def in_each_order(x):
-    """``x`` as it may lie in memory: any axis innermost."""
+    """``x`` with its axes in each order in memory."""
     for order in itertools.permutations(range(x.dim())):
         yield x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
 
@@ -120,7 +120,7 @@ def assert_same(actual, expected):
 @EVERY_OP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_axes_in_any_order(name, dtype, device):
-    """Of operands and of gradients, each in another: as of contiguous copies."""
+    """Results equal results of contiguous copies."""
     operands, others = inputs_of(name, device, dtype)
     out = function_of(name)(**operands, **others)
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
@@ -194,7 +194,7 @@ def test_compiled_under_autocast(name):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_prior_weights_below_zero(name, dtype, device):
-    """Count as zero, and have a gradient of zero; so has a sample of nothing else."""
+    """They count as zero, and have a gradient of zero."""
     operands, others = inputs_of(name, device, dtype)
     lengths = OTHER_LENGTHS if name == "jagged_flash_attention" else LENGTHS
     weights = torch.linspace(0.5, 1.5, 12, device=device)
@@ -282,7 +282,7 @@ def test_flops_of_one_gradient(name, device):
 @pytest.mark.parametrize("name", FLOPS)
 @pytest.mark.parametrize("fake", [False, True])
 def test_flops_without_values(name, fake):
-    """As if all samples were equally long: of 3 rows."""
+    """Counted as if all samples had 3 rows."""
     operands, others = inputs_of(name, torch.device("cpu" if fake else "meta"))
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
     with mode, FlopCounterMode(display=False) as counter:

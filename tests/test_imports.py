@@ -1,4 +1,4 @@
-"""Who imports whom, as ``docs/architecture.md`` has it."""
+"""Imports between folders, as in ``docs/architecture.md``."""
 
 import ast
 import functools

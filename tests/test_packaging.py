@@ -21,7 +21,7 @@ TORCHREC = EXTRAS["torchrec"]["torchrec"]
 
 
 def rows() -> list[dict[str, str]]:
-    """The table of sets, and what ran with each."""
+    """The table of tested versions."""
     table = re.search(r"^\| torch \|.*\n\|---.*\n((?:\|.*\n)+)", INSTALL, re.MULTILINE)
     assert table
     heads = ("torch", "triton", "torchrec", "fbgemm-gpu", "python", "device", "tests")

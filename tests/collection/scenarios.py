@@ -1,4 +1,4 @@
-"""Scenarios, batches and the formula for tests of the attention collection."""
+"""Scenarios, batches and the oracle of tests of the attention collection."""
 
 import dataclasses
 import random
@@ -224,7 +224,7 @@ def keys_of(scenario: Scenario) -> list[str]:
 
 
 def make_batch(scenario: Scenario, lengths: list[int], seed: int = 0) -> Batch:
-    """Random ids: one per target or single id, ``lengths`` of histories, others by chance."""
+    """Random ids: one per target or single id, ``lengths`` for histories, else random lengths."""
     rng = random.Random(seed)
     targets, histories = (
         {name for config in scenario.attentions for name in scenario.features(names(config))}
@@ -314,7 +314,7 @@ def within(parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def encode(
     config: TargetAttentionConfig, parameters: dict[str, Tensor], num_heads: int, rows: Tensor
 ) -> Tensor:
-    """One sample's rows ``[L, E]``, by layers of torch's own."""
+    """Rows ``[L, E]`` of one sample, encoded by PyTorch's layers."""
     encoder = config.encoder
     if encoder is None:
         return rows
@@ -341,8 +341,9 @@ def oracle(
     attentions: dict[str, Tensor],
     encoders: dict[str, Tensor],
 ) -> list[Tensor]:
-    """Columns of the output, feature by feature, in the order of EmbeddingBagCollection; and those
-    of users. ``pooling`` says how many heads there are, and how wide they are.
+    """Columns of the output by feature, as in EmbeddingBagCollection, then user embeddings.
+
+    ``pooling`` is read for numbers and widths of heads.
     """
     batch = dict(batch)
     for config in scenario.attentions:
@@ -410,10 +411,9 @@ def check_against_oracle(
     batches: list[Batch],
     to_samples: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> None:
-    """Outputs, and all gradients added up over ``batches``, lie within the rule of the oracle's.
+    """Outputs, and gradients summed over ``batches``, equal the oracle's by the tolerance rule.
 
-    ``to_samples`` makes of a batch one whose samples have one candidate each, which the oracle
-    takes.
+    ``to_samples`` converts a batch of requests to samples with one candidate each, for the oracle.
     """
     device = next(collection.parameters()).device
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Checkpoints go from a model that pools histories to one that attends to them, and back."""
+"""Checkpoints of a model that pools histories are loaded into one with attention, and back."""
 
 import contextlib
 from pathlib import Path
@@ -37,7 +37,7 @@ def make_pooled_model() -> DLRMTrain:
 
 
 def sharded(model: nn.Module, device: torch.device) -> DistributedModelParallel:
-    """Bags by table, as a CPU can, and sequences by row."""
+    """Bags by table, sequences by row."""
     optimize_tables(model, "RowWiseAdagrad")
     has_sequences = any(isinstance(module, EmbeddingCollection) for module in model.modules())
     sharding = ShardingType.ROW_WISE if has_sequences else ShardingType.TABLE_WISE
@@ -114,7 +114,7 @@ def test_load_tables_and_optimizer(tmp_path: Path, backend: str):
 
 
 def compile_parts(model: nn.Module) -> nn.Module:
-    """All lookups together, and a table of one."""
+    """Compile all lookups together, and one table."""
     collection = collection_of(model)
     (lookup,) = collection.embedding_collections.values()
     lookup.embeddings["t_item"] = torch.compile(lookup.embeddings["t_item"])

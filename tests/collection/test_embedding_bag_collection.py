@@ -1,4 +1,4 @@
-"""The facade in one process: against nn.MultiheadAttention and nn.EmbeddingBag on each sample."""
+"""The collection in one process, against nn.MultiheadAttention and nn.EmbeddingBag."""
 
 import dataclasses
 from collections.abc import Callable
@@ -185,7 +185,7 @@ def test_default_device():
 @pytest.mark.parametrize("candidates", ["one", "jagged"])
 @pytest.mark.parametrize("name", [*OF_EDGES, "encoded"])
 def test_shapes_without_values(name: str, candidates: str, mode: str):
-    """Of as many ids of each key as there are samples."""
+    """With one id per sample for each key."""
     scenario = dataclasses.replace((SCENARIOS | {"encoded": ENCODED})[name], candidates=candidates)
     keys, meta = keys_of(scenario), torch.device("meta")
     context = meta if mode == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
@@ -302,7 +302,7 @@ def looked_up(
 
 
 def test_bags_may_come_in_another_order():
-    """As with several sharding types."""
+    """As bags with several sharding types do."""
     scenario = Scenario(
         [table(f"t_{i}", f"user_{i}", width=4 * i) for i in (1, 2, 3)] + [ITEM],
         [TargetAttentionConfig("item", "hist")],
@@ -323,7 +323,7 @@ def test_bags_may_come_in_another_order():
 @pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pooling_of_half_precision_rows(dtype: torch.dtype, pooling: str):
-    """Added up in fp32, and then in the dtype of the rows, as sharded bags are."""
+    """Sums are in fp32, then rounded to the dtype of the rows, as in sharded bags."""
     torch.manual_seed(0)
     tables = [table("t_item", "item", "hist"), table("t_user", "tags", "user", pooling=pooling)]
     collection = TargetAttentionEmbeddingBagCollection(
@@ -349,7 +349,7 @@ def test_pooling_of_half_precision_rows(dtype: torch.dtype, pooling: str):
 @pytest.mark.parametrize("is_weighted", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_single_ids_equal_pooling(dtype: torch.dtype, is_weighted: bool):
-    """Bit by bit: nothing is added up."""
+    """Bit-equal, since nothing is summed."""
     scenario = dataclasses.replace(
         SCENARIOS["single-ids-alone"], is_weighted=is_weighted, single_lookup=True
     )
@@ -382,7 +382,7 @@ class CountOps(TorchDispatchMode):
 @pytest.mark.parametrize("ids", ["bags", "single lookup", "single ids"])
 @pytest.mark.parametrize("table_of", [lambda name: f"t_{name}", lambda _: "t_shared"])
 def test_host_work_is_independent_of_num_features(table_of: Callable[[str], str], ids: str):
-    """Neither bags of the EmbeddingBagCollection, nor features looked up with the target."""
+    """For bags of the EmbeddingBagCollection, and features looked up with the target."""
 
     def num_ops(num_features: int) -> int:
         tables: dict[str, list[str]] = {table_of("item"): ["item", "hist"]}
@@ -406,7 +406,7 @@ def test_host_work_is_independent_of_num_features(table_of: Callable[[str], str]
 
 @pytest.mark.reference  # kernels compute no fp64
 def test_gradients_of_weights():
-    """Of rows of histories, and of pooled rows of the same lookup."""
+    """Weights of history rows, and of pooled rows of the same lookup."""
     collection = make_collection(SCENARIOS["weighted"])
     features = to_features(make_batch(SCENARIOS["weighted"], [2, 0, 3]), is_weighted=True)
     _, sequences, bags = looked_up(collection, features)
@@ -507,7 +507,7 @@ def test_from_embedding_bag_collection_with_candidates():
 
 
 def test_negative_learned_weights():
-    """Such a row counts as one whose weight is zero, also without gradients."""
+    """A negative weight counts as zero, also without gradients."""
     scenario = SCENARIOS["weighted"]
     batch = make_batch(scenario, [2, 0, 3])
     features = to_features(batch)

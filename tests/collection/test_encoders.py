@@ -43,7 +43,7 @@ def test_dropout_of_encoder_layers():
     ids=str,
 )
 def test_heads_of_attention_and_of_encoder_layers(options, heads):
-    """By the width of both histories together."""
+    """By the total width of both histories."""
     tables = [table("t", "item", "hist", width=16), table("u", "cat", "cats", width=16)]
     config = TargetAttentionConfig(
         ["item", "cat"], ["hist", "cats"], encoder=EncoderConfig(), **options
@@ -63,13 +63,13 @@ def without_users(scenario: Scenario) -> Scenario:
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_user_embeddings_are_the_newest_encoded_rows(lengths, device):
-    """And the gradient with respect to the rows before the encoder."""
+    """Including gradients of the rows before the encoder."""
     batch = make_batch(USERS, LENGTHS[lengths])
     check_against_oracle(make_collection(USERS, device), USERS, [batch])
 
 
 def test_user_embeddings_come_after_all_others(device):
-    """They equal the rows without an encoder."""
+    """Other columns equal a collection without user embeddings."""
     batch = make_batch(USERS, LENGTHS["mixed"])
     features = to_features(batch, device)
     collection, plain = (make_collection(x, device) for x in (USERS, without_users(USERS)))

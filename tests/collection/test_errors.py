@@ -328,7 +328,7 @@ def test_dtypes_of_weights_are_refused_by_key(name: str, dtype: torch.dtype, mes
 
 
 def test_lengths_of_histories_with_several_batch_sizes():
-    """Each key is expanded first: ``time`` has three samples where ``hist`` has two."""
+    """Each key is expanded first: ``time`` has three samples, ``hist`` two."""
     truncation = HistoryTruncation([(["hist", "time"], 1)])
 
     def features(time_lengths: list[int]) -> KeyedJaggedTensor:
@@ -400,7 +400,7 @@ def test_pooled_dtype_that_fbgemm_cannot_copy(said, error, message):
     "wrapper", [ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection]
 )
 def test_wrappers_that_hash_are_refused(wrapper: type):
-    """With what to do instead: hash before the collection."""
+    """The error says to remap ids before the collection."""
     hashing = MCHManagedCollisionModule(
         zch_size=NUM_IDS,
         device=torch.device("cpu"),

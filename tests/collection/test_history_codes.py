@@ -1,4 +1,4 @@
-"""Histories that come as codes, in ``JaggedTargetAttention`` and in the collection."""
+"""Histories of codes, in ``JaggedTargetAttention`` and in the collection."""
 
 import copy
 
@@ -46,7 +46,7 @@ def draw_codes(ids: PackedCodes, num_rows: int) -> Tensor:
 
 
 def assert_right(codes, targets, dtype, device, autocast=None, request_time=None, **options):
-    """The module over codes is ``nn.MultiheadAttention`` over the rows that they stand for."""
+    """The module over codes equals ``nn.MultiheadAttention`` over the decoded rows."""
     module = JaggedTargetAttention(
         WIDTH, 2, history_codes=codes, dtype=dtype, device=device, init="mha", **options
     )
@@ -112,7 +112,7 @@ def test_other_options(codes, targets, options, device):
 
 @pytest.mark.parametrize("score", ["silu", "sigmoid"])
 def test_scores_have_the_mean(score):
-    """Which a softmax drops; so have the weights."""
+    """Softmax is invariant to it. Attention weights include it, too."""
     pca = fitted()
     assert_right(pca, None, torch.float32, CPU, recency_bias=False, score=score)
     module = JaggedTargetAttention(WIDTH, 2, history_codes=pca, init="mha", score=score)
@@ -205,7 +205,7 @@ TABLES = [table(f"t_{name}", name, width=WIDTH) for name in ("item", "user")]
 
 
 def make_features(words: Tensor, names: list[str], *, times: str | None = None):
-    """Five samples of an item and a user each, and of the words of codes."""
+    """Five samples with an item, a user and packed codes as int64."""
     lengths = torch.tensor(LENGTHS)
     values = [torch.arange(10), *words.unbind(1)]
     if times is not None:
@@ -243,7 +243,7 @@ def test_collection_attends_codes(basis, num_codes, names):
 
 
 def test_collection_with_truncation_weights_and_candidates():
-    """Weights of their first word are prior weights; requests have any number of candidates."""
+    """Weights of their first key are prior weights."""
     codes, names, counts = fitted(60), ["h", "h_1"], torch.tensor([2, 0, 1, 3, 1])
     config = TargetAttentionConfig("item", names, history_codes=codes, max_history=3)
     collection = TargetAttentionEmbeddingBagCollection(

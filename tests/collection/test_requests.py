@@ -1,4 +1,4 @@
-"""Requests of several candidates: as if each candidate were a sample with a copy of the rest."""
+"""Requests of several candidates equal samples of one candidate with copies of other features."""
 
 import dataclasses
 import random
@@ -81,7 +81,7 @@ def keys_of(scenario: Scenario) -> list[str]:
 
 
 def make_requests(scenario: Scenario, lengths: list[int], counts: list[int]) -> Batch:
-    """Random ids, of as many candidates as ``counts``."""
+    """Random ids, with ``counts`` candidates."""
     rng = random.Random(0)
     batch = make_batch(scenario, lengths)
     for key in keys_of(scenario):

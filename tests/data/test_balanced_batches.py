@@ -180,7 +180,7 @@ def test_a_loader_goes_on_from_the_sampler():
 
 
 def test_set_epoch_of_loaders():
-    """Lightning and Accelerate look on the samplers of a loader and of its batch sampler."""
+    """Lightning and Accelerate call it on the samplers of a loader and of its batch sampler."""
     sampler = BalancedBatchSampler(log_normal(40), 4, 2, 1, drop_last=True, seed=3)
     loader = DataLoader(torch.arange(40), batch_sampler=sampler)
     epochs = []

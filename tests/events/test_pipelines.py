@@ -31,7 +31,7 @@ KEEP = 2
 
 
 class RelevanceOfBatch(nn.Module):
-    """Of its events, whose times are taken for dwell times and categories for surfaces."""
+    """Relevance of events, with times as dwell times and categories as surfaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class RelevanceOfBatch(nn.Module):
 
 
 class SelectingModel(nn.Module):
-    """A DLRM that sees the most relevant events alone, each by its relevance."""
+    """A DLRM on the most relevant events, weighted by relevance."""
 
     def __init__(self, train_model: DLRMTrain) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def make_sharded(device: torch.device) -> DistributedModelParallel:
 
 
 def train(device: torch.device) -> dict[str, list[Tensor]]:
-    """Losses without a pipeline, and with one that selects before it looks up."""
+    """Losses without a pipeline, and with one that selects events before the lookup."""
     losses = [loss for loss, _ in train_on(make_sharded(device), batches(device))]
     model = make_sharded(device)
     pipeline = TrainPipelineSparseDist(
@@ -93,7 +93,7 @@ def train(device: torch.device) -> dict[str, list[Tensor]]:
 
 @pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list:
-    """What ``train`` returns on each rank."""
+    """Losses of each rank."""
     return run_ranks(train, tmp_path_factory.mktemp("trained"), request.param)
 
 

@@ -1,4 +1,4 @@
-"""Planted relevance is found, whatever the batches."""
+"""``Relevance`` finds planted coefficients, and sessions."""
 
 import math
 
@@ -35,7 +35,7 @@ def fitted(*events, **options):
 
 
 def newton_step(coefficients, dwell, converted):
-    """To the most likely coefficients, and standard errors, by the curvature of the likelihood."""
+    """The step to the maximum of the likelihood, and standard errors of coefficients."""
     x = torch.stack([torch.ones_like(dwell), dwell.log1p()], 1).double()
     p = torch.sigmoid(x @ coefficients.double())
     covariance = torch.linalg.inv((p * (1 - p)).unsqueeze(1).mul(x).T @ x)
@@ -86,7 +86,7 @@ def test_surface_without_events():
 
 @pytest.mark.parametrize("label", [0, 1])
 def test_equal_labels(label):
-    """Nothing to tell apart: the fit is finite, and on the right side."""
+    """The fit is finite, with probabilities on the right side of 0.5."""
     dwell, surface, _ = draw_events(1000)
     relevance = fitted(dwell, surface, torch.full((1000,), label))
     p = relevance(dwell, surface)
@@ -176,7 +176,7 @@ def test_no_session(lengths, device):
 
 
 def test_pauses_of_any_unit():
-    """In nanoseconds, one longer than the gap by one ends a session; in int32, any difference."""
+    """Exact in nanoseconds, and for all differences of int32."""
     year = 365 * 24 * 3600 * 10**9
     relevance, offsets = torch.tensor([0.9, 0.0]), torch.tensor([0, 2])
     for gap, pause, expected in ((10**9, 10**9, [1, 1]), (10**9, 10**9 + 1, [1, 0])):

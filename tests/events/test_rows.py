@@ -1,4 +1,4 @@
-"""Rows with the highest scores against PyTorch's sort of each sample, on every device."""
+"""Rows with the highest scores, against PyTorch's sort of each sample."""
 
 import contextlib
 import math

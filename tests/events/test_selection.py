@@ -1,4 +1,4 @@
-"""Events are kept or removed as wholes: of looked-up rows, and of batches before that."""
+"""Selection and boosting of events, in batches and in looked-up rows."""
 
 import math
 
@@ -44,12 +44,12 @@ def make_features(device="cpu", *, weighted=False, seed=0):
 
 
 def scores_of(features):
-    """The dwell time, and which of equal ones is first in no other way."""
+    """The dwell time, which has ties."""
     return features["dwell"].values().float()
 
 
 def rows_kept(scores, keep, threshold=-torch.inf):
-    """Of one user: numbers of the events that are kept."""
+    """Numbers of the events of one user that are kept."""
     newest_first = (scores >= threshold).nonzero().flatten().flip(0)
     best = scores[newest_first].sort(descending=True, stable=True).indices[:keep]
     return newest_first[best].sort().values
@@ -144,7 +144,7 @@ def test_no_event_at_all(device):
 
 
 def test_keys_of_several_batch_sizes():
-    """A history that two samples have is there once."""
+    """Two samples share a history."""
     features = KeyedJaggedTensor(
         ["user", *HISTORY],
         torch.tensor([1, 2, 1, 2, 3, 4, 1, 2, 3, 4, 9, 1, 5, 3]),
@@ -236,7 +236,7 @@ def make_collection(is_weighted, device="cpu"):
 
 
 def with_target(features):
-    """A key ``target`` of one id, too."""
+    """The features with a key ``target`` of one id."""
     ids = torch.arange(4, device=features.device())
     target = KeyedJaggedTensor(["target"], ids, lengths=torch.ones_like(ids))
     return KeyedJaggedTensor.concat([features, target])

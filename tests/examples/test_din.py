@@ -1,4 +1,4 @@
-"""``examples/din.py``: its unit against DIN's on padded rows, and a short training."""
+"""``examples/din.py``: its unit against padded rows, and a short training."""
 
 import sys
 
@@ -11,7 +11,7 @@ from tests.runs import assert_same_run
 
 
 def pool_padded(unit, target, rows, lengths, longest=9):
-    """The weighted sum of each sample, by rows that zeros are put behind."""
+    """The weighted sum of each sample, over rows padded with zeros."""
     pooled = []
     for q, x in zip(target, rows.split(lengths), strict=True):
         padded = torch.cat([x, x.new_zeros(longest - len(x), x.shape[1])])

@@ -1,4 +1,4 @@
-"""``examples/serve_dlrm.py``: from a training's checkpoint to scores of a compiled model."""
+"""``examples/serve_dlrm.py``: from a checkpoint to scores of a compiled model."""
 
 import argparse
 import contextlib
@@ -100,7 +100,7 @@ def assert_scores(scores: Sequence[np.ndarray], exact: Server, batch: list[dict]
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_request_scores_as_its_candidates_do_in_training(run: Path, shape: str):
-    """Where each candidate is a sample that has the whole history."""
+    """In training, each candidate is a sample with the whole history."""
     scorer, requests, features = loaded(run, CPU)
     request = request_of(*SHAPES[shape])
     scores = scores_of(scorer, requests, request)
@@ -132,7 +132,7 @@ def test_a_request_scores_as_its_candidates_do_in_training(run: Path, shape: str
 
 
 def test_a_batch_scores_as_its_requests_do(run: Path):
-    """But for one that is wrong, which the others do not notice."""
+    """An invalid request does not affect the others."""
     scorer, requests, _ = loaded(run, CPU)
     batch = [request_of(*shape) for shape in SHAPES.values()]
     *scores, empty, cut, last = Server(scorer, requests).scores([*batch, {}, b"{", REQUEST])
@@ -156,7 +156,7 @@ def test_explained_events_are_sorted(run: Path, most: int):
 
 
 def test_an_explained_output_is_the_sum_of_its_events(run: Path):
-    """Of each head its own columns of the rows, by the weights of all events."""
+    """Each head sums its columns of the rows by its weights."""
     scorer, requests, _ = loaded(run, CPU)
     dense, ids, lengths = requests.tensors([requests.check(REQUEST)])
     attended = []
@@ -290,7 +290,7 @@ class InferenceResponse:
 def get_input_tensor_by_name(request, name):
     return next(tensor for tensor in request if tensor.name == name)
 """
-"""Of ``triton_python_backend_utils``, which is there in a server alone."""
+"""A stub of ``triton_python_backend_utils``, which exists in a server only."""
 CALL_AS_TRITON = """
 import importlib, json, sys
 import numpy as np

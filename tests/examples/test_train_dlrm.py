@@ -1,4 +1,4 @@
-"""The example in ``examples/``: its data, and short trainings in processes of their own."""
+"""``examples/train_dlrm.py``: its data, and short trainings."""
 
 import gzip
 import io
@@ -118,7 +118,7 @@ def archive_of(directory) -> bytes:
 
 
 def serve(monkeypatch, content: bytes) -> list[str]:
-    """Let every download receive ``content``; returns the requested addresses in order."""
+    """Let downloads return ``content``; returns the requested addresses."""
     asked = []
 
     def urlopen(url, timeout):
@@ -158,7 +158,7 @@ def test_download_leaves_nothing_of_a_wrong_archive(tmp_path, monkeypatch, fault
 
 @st.composite
 def logs(draw) -> InteractionLog:
-    """Small logs with many rows in one second, in any order, of users who repeat no item."""
+    """Small logs with equal times, in any order, of users who repeat no item."""
     size = draw(st.integers(8, 40))
     pairs = draw(
         st.lists(
@@ -377,7 +377,7 @@ POOLINGS = ["sum", "mean", "recency", "attention"]
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """With the same sums in every run."""
+    """Environment variables for reproducible sums."""
     unset = {"TRITON_INTERPRET", "WORLD_SIZE", "RANK"}
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
@@ -565,7 +565,7 @@ def test_unusable_options_end_with_one_line(
 
 
 def test_runs_in_the_default_folder_are_moved_aside(tmp_path, monkeypatch, train_here, capsys):
-    """As ``make demo`` does: nothing is asked, and nothing lost."""
+    """As in ``make demo``."""
     monkeypatch.chdir(tmp_path)
     options = ["--users=20", "--epochs=1", "--pooling=sum"]
     train_here(*options, "--resume")
@@ -582,7 +582,7 @@ def test_runs_in_the_default_folder_are_moved_aside(tmp_path, monkeypatch, train
 
 @pytest.fixture
 def group():
-    """A process group of this process alone."""
+    """A process group of one rank."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     yield
     dist.destroy_process_group()

@@ -69,7 +69,7 @@ def attend(
     indices=None,
     **parameters,
 ):
-    """``module`` with ``parameters`` in place of its own."""
+    """Call ``module`` with other ``parameters``."""
     if target_offsets is not None:
         target = JaggedTensor(target, offsets=target_offsets)
     history = JaggedTensor(history, offsets=offsets)
@@ -116,7 +116,7 @@ def make_module(embed_dim, num_heads, *, keys_and_values="auto", **options):
 
 
 def projected(embed_dim, num_heads, **options):
-    """A module that projects values, also where it does not have to."""
+    """A module with a value projection."""
     return make_module(embed_dim, num_heads, value_projection=True, **options)
 
 
@@ -144,12 +144,10 @@ def attend_by_sample(
     weights=None,
     **parameters,
 ):
-    """The same by ``nn.MultiheadAttention``, sample for sample, with the bias as a mask.
+    """The same by ``nn.MultiheadAttention`` for each sample, or by :func:`attend_by_score`.
 
-    And with the logarithms of prior weights, on the rows that these leave; by
-    :func:`attend_by_score` for another score than softmax. Values that the module does not project
-    are projected by the identity. Weights ``[L, T, H]`` of each sample are added to the list
-    ``weights``.
+    The mask holds biases and the logarithms of prior weights. Without a value projection, values
+    are projected by the identity. Weights ``[L, T, H]`` of each sample are appended to ``weights``.
     """
     if not module.value_projection:
         parameters = with_identities(module, parameters)
@@ -310,7 +308,7 @@ def example(module, lengths, device=CPU, num_targets=3, seed=0, jagged=False):
 
 
 def outputs_and_gradients_of(module, run, *arguments, **options):
-    """What ``run`` gives, and the gradients of the parameters of ``module``, of its squares."""
+    """The output of ``run``, and parameter gradients of the sum of its squares."""
     module.zero_grad()
     out = run(*arguments, **options)
     out.float().square().sum().backward()

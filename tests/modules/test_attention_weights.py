@@ -1,4 +1,4 @@
-"""Weights of ``JaggedTargetAttention``."""
+"""``JaggedTargetAttention.attention_weights``."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_attention_weights_at_edges(lengths, device):
 
 
 def test_attention_weights_are_computed_in_fp32(device):
-    """Under autocast, and of half-precision rows, whose weights are rounded once."""
+    """Under autocast, and for half-precision rows."""
     module = JaggedTargetAttention(16, 2, init="mha").to(device)
     target, history = example(module, [5, 0, 40], device)
     rows = history.values().half()

@@ -53,7 +53,7 @@ def run(module, targets, features, offsets, target_offsets=None):
 
 
 def formula(activation, targets, features, offsets, target_offsets=None):
-    """The formula of the docstring, one sample after the other."""
+    """The formula of the docstring, for each sample."""
     if target_offsets is None:
         samples = targets.unsqueeze(1) if targets.dim() == 2 else targets
     else:

@@ -1,4 +1,4 @@
-"""``JaggedSelfAttention`` and ``HistoryEncoderLayer`` against torch's own on each sample."""
+"""``JaggedSelfAttention`` and ``HistoryEncoderLayer`` against PyTorch's modules on each sample."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ def make_inputs(module, device, dtype=torch.float32, width=16):
 
 
 def run(module, *, rows, offsets, prior_weights=None, **parameters):
-    """``module`` with ``parameters`` in place of its own."""
+    """Call ``module`` with other ``parameters``."""
     history = JaggedTensor(rows, offsets=offsets)
     return functional_call(module, parameters, (history, prior_weights), strict=True).values()
 
@@ -62,7 +62,7 @@ def distance_mask(table, length, causal, window=None):
 def run_by_sample(
     peer, heads, causal, *, rows, offsets, prior_weights=None, window=None, **parameters
 ):
-    """The same by a module of torch's own, ``peer(parameters, x, mask)``, sample for sample."""
+    """The same by a module of PyTorch, ``peer(parameters, x, mask)``, for each sample."""
     names = [name for name in parameters if "recency_bias" in name]
     table = parameters.pop(names[0]) if names else None
     lengths = offsets.diff().tolist()
@@ -241,7 +241,7 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("num_behind", [1, 70, 200])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": 3}], ids=str)
 def test_rows_behind_the_last_one(options, num_behind, device):
-    """In layers before a target attention, if they are finite."""
+    """In encoder layers before a target attention, with finite rows."""
     model = Stack(**options).to(device)
     inputs = make_inputs(model, device)
     target = torch.randn(len(LENGTHS), 16, device=device)

@@ -52,7 +52,7 @@ def assert_right(module, inputs, **times):
 
 
 def module_of_case(case, *, value_projection=True, head_width=None, **options):
-    """A module without weights of its own, over rows of the case's width."""
+    """A module on the meta device, with the width of the case."""
     if not value_projection:
         num_heads = case.num_heads if case.width % case.num_heads == 0 else 1
         options |= {"value_projection": False, "device": "meta"}
@@ -107,7 +107,7 @@ def test_is_multihead_attention(name, widths, bias, recency, targets, prior, pat
 
 
 def test_timestamps_that_decrease_are_refused():
-    """Within a sample alone: of one to the next they may."""
+    """Within a sample; they may decrease between samples."""
     module = projected(16, 2, age_bias=True)
     history = JaggedTensor(torch.zeros(5, 16), lengths=torch.tensor([2, 0, 3]))
     target = torch.zeros(3, 16)
@@ -167,7 +167,7 @@ def test_state_dict_compatibility(history_dim, bias, path):
 
 
 def dtypes_that_differ(half):
-    """Of weights, rows and targets."""
+    """Dtypes of weights, rows and targets."""
     f32 = torch.float32
     return [(f32, half, f32), (f32, half, half), (half, f32, half)]
 
@@ -267,7 +267,7 @@ def test_default_num_heads(embed_dim, num_heads):
 
 @pytest.mark.parametrize(("width", "num_heads"), [(16, 1), (16, 16), (144, 1)])
 def test_one_head_or_one_column_per_head(width, num_heads, path, device):
-    """Also of a head that is too wide for kernels of products."""
+    """Including a wide head."""
     module = make_module(width, num_heads, value_projection=False, device="meta", **path)
     assert_right(module, make_inputs(module, [5, 0, 40], device, targets=3))
 

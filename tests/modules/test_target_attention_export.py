@@ -25,7 +25,7 @@ from torchrec_jagged_attn.ops.flash_attention import cpu as flash_attention
 
 
 class OfTensors(nn.Module):
-    """An attention whose history comes as two tensors, as exported programs take it."""
+    """An attention that takes the history as two tensors, as exported programs do."""
 
     def __init__(self, module):
         super().__init__()
@@ -63,7 +63,7 @@ def arguments_of(module, names, lengths, device, num_targets=1):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_traced_scripted_compiled_and_exported(name, device):
-    """Through FX, TorchScript, a compiler and, with any number of samples, ``torch.export``."""
+    """With FX, TorchScript, torch.compile and, for any number of samples, ``torch.export``."""
     options, names = VARIANTS[name]
     module = make_module(16, 2, **options).to(device).eval()
     if options.get("age_bias"):
@@ -131,7 +131,7 @@ def test_compiles_once_for_all_batches(name, jagged, by_index, device):
 
 
 def test_values_are_the_rows_of_the_history(monkeypatch):
-    """No copy of them, whatever their strides are."""
+    """Without a copy, for any strides."""
     seen = []
     attend = flash_attention.forward
     monkeypatch.setattr(flash_attention, "forward", lambda x: seen.append(x) or attend(x))
@@ -173,7 +173,7 @@ def test_init_has_the_distribution_of_multihead_attention(init, history_dim):
 @pytest.mark.parametrize("init", ["recency", "mha"])
 @pytest.mark.parametrize("value_projection", [True, False])
 def test_queries_and_keys_start_as_those_of_multihead_attention(value_projection, init):
-    """Or queries at zero."""
+    """Or queries start at zero."""
     torch.manual_seed(0)
     module = JaggedTargetAttention(64, 4, value_projection=value_projection, init=init)
     if value_projection:
@@ -191,7 +191,7 @@ def test_queries_and_keys_start_as_those_of_multihead_attention(value_projection
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_from_the_meta_device(name):
-    """As DistributedModelParallel does it: children first."""
+    """As DistributedModelParallel initializes it: children first."""
 
     def reset(child):
         if child._parameters:
@@ -283,7 +283,7 @@ def test_many_targets_materialize_keys_and_values(history_dim, by_index, jagged,
     ],
 )
 def test_auto_rule(device_type, dtype, num_samples, most_absorbed, projected):
-    """As ``docs/kernels.md`` has it, of 4 heads and width 128."""
+    """The numbers in ``docs/kernels.md``, for 4 heads and width 128."""
 
     def makes_keys(num_targets, jagged):
         with FakeTensorMode():
@@ -330,7 +330,7 @@ def test_recompiles_at_the_crossover(device):
 
 
 def test_dynamic_quantization():
-    """Of linear layers, which would take the weights that are read out of them."""
+    """Quantization of linear layers must not replace weights that attention reads."""
     module = projected(16, 2)
     arguments = example(module, [5, 0, 40])
     quantized_module = torch.ao.quantization.quantize_dynamic(module)

@@ -1,4 +1,4 @@
-"""``JaggedTargetAttention`` over rows by index, against the module on a copy of these rows."""
+"""``JaggedTargetAttention`` with gather indices, against a copy of the gathered rows."""
 
 import functools
 
@@ -50,7 +50,7 @@ def assert_right(module, inputs, **times):
 
 
 def ages_of(module, device=CPU):
-    """The argument of a module that learns from ages."""
+    """Timestamps for a module with an age bias."""
     learns = module.recency_bias is not None and module.recency_bias.age_weight is not None
     return {"timestamps": torch.arange(sum(LENGTHS), device=device) ** 2} if learns else {}
 
@@ -89,7 +89,7 @@ def test_empty_histories(lengths, num_rows, name, device):
 
 
 def test_repeated_row(device):
-    """Its gradient is a sum of more numbers than 16 bits could add up one by one."""
+    """Its gradient is a sum of too many terms for accumulation in 16 bits."""
     module = make_module(32, 2, device="meta", **OPTIONS["materialized-rows"])
     inputs = by_index(module, device, torch.float16, lengths=[3000])
     inputs["indices"] = NAMED[torch.arange(3000) % 2].to(device)

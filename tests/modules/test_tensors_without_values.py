@@ -1,4 +1,4 @@
-"""Modules on the meta device and in ``FakeTensorMode``: shapes alone, forward and backward."""
+"""Shapes of modules on the meta device and in ``FakeTensorMode``, forward and backward."""
 
 import contextlib
 

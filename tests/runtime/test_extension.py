@@ -1,4 +1,4 @@
-"""The C++ library: when it is built, and the error where it cannot be."""
+"""Builds of the C++ library, and their errors."""
 
 import functools
 import hashlib
@@ -68,7 +68,7 @@ def test_build_errors(missing, tmp_path):
 
 
 def test_is_built_once(tmp_path, with_compiler):
-    """By the first of two threads, and in a process that has no ``ninja`` on its path."""
+    """By the first of two threads, and in a process without ``ninja`` on its path."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("cp", "sh", "which"):
@@ -95,7 +95,7 @@ def built(tmp_path):
 
 @pytest.fixture
 def with_compiler(tmp_path):
-    """Variables of a compiler that takes no time: it puts out the library that is there."""
+    """Environment of a fast compiler: it copies the existing library."""
     compiler = tmp_path / "c++"
     processes.write_script(compiler, FIND_OUTPUT, f'[ $# -lt 2 ] || cp {extension.build()} "$2"')
     return {"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
@@ -110,7 +110,7 @@ def assert_is_built_again(with_compiler):
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_a_damaged_library_is_built_again(damage, built, with_compiler):
-    """It is not loaded: that would end the process."""
+    """Loading it would end the process."""
     whole = built.read_bytes()
     half = len(whole) // 2
     parts = {"cut": whole[:half], "changed": whole[:half] + b"0" + whole[half + 1 :]}
@@ -120,7 +120,7 @@ def test_a_damaged_library_is_built_again(damage, built, with_compiler):
 
 
 def test_a_library_that_does_not_load_is_built_again(built, with_compiler):
-    """But stays: a machine that shares the folder may load it."""
+    """It is kept, since another machine that shares the folder may load it."""
     foreign = b"\x7fELF of another machine"
     digest = hashlib.sha256(foreign).hexdigest()[:16]
     other = built.with_name(f"{built.stem.rpartition('_')[0]}_{digest}.so")
@@ -132,7 +132,7 @@ def test_a_library_that_does_not_load_is_built_again(built, with_compiler):
 
 
 def test_a_built_library_that_does_not_load(tmp_path):
-    """Another folder would not help where another compiler is needed."""
+    """The error asks for another compiler, not for another folder."""
     compiler = tmp_path / "c++"
     processes.write_script(compiler, FIND_OUTPUT, '[ $# -lt 2 ] || echo no library > "$2"')
     said = error_of(ATTEND, {"CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(tmp_path)})
@@ -141,7 +141,7 @@ def test_a_built_library_that_does_not_load(tmp_path):
 
 
 def test_is_imported_under_a_fake_mode():
-    """Where new tensors are fake and have no values."""
+    """In which new tensors have no values."""
     lines = (
         "from torch._subclasses import FakeTensorMode",
         "with FakeTensorMode(): import torchrec_jagged_attn",

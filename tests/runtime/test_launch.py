@@ -1,4 +1,4 @@
-"""What ``Launcher`` takes for a call like another."""
+"""``Launcher`` reuses compiled kernels of equal signatures."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Ranks that fit together get equal results."""
+"""Fits on several ranks give equal results on all ranks."""
 
 import contextlib
 

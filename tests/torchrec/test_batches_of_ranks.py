@@ -1,4 +1,4 @@
-"""Batches of a sharded collection: without samples, as TensorDict; and ranks without a table."""
+"""Batches without samples, batches as TensorDict, and ranks without a table."""
 
 import functools
 from typing import Any
@@ -35,7 +35,7 @@ from torchrec_jagged_attn import (
 
 KEYS = ["item", "hist", "user", "times", "now"]
 PIPELINED = [(0, 0), (3, 3), (3, 0), (0, 2), (0, 0)]
-"""Samples of each rank, step by step."""
+"""Number of samples of each rank, by step."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "one candidate": {},
     "requests": {"candidates": "jagged", "request_time": "now"},
@@ -69,7 +69,7 @@ CASES = [
     ),
 ]
 SIZES = [(3, 0), (0, 2), (0, 0), (3, 3)]
-"""Samples of each rank."""
+"""Number of samples of each rank."""
 
 
 def make_collection(
@@ -127,7 +127,7 @@ def sharded(
     pooled: ShardingType = ShardingType.TABLE_WISE,
     **fused_params: Any,
 ) -> DistributedModelParallel:
-    """By table, of two ranks, one has the attended table, and the other the pooled one."""
+    """By table on two ranks, one has the attended table, and the other the pooled one."""
     sharding, sharder = WAYS[way]
     sharders = [
         sharder(fused_params=dict(fused_params)),
@@ -140,7 +140,7 @@ def sharded(
 
 
 def losses_of_steps(model: nn.Module, optimizer: torch.optim.Optimizer, device: Any) -> Tensor:
-    """Of each step, where all ranks have one batch."""
+    """Losses of steps in which all ranks have the same batch."""
     losses = []
     for _ in range(3):
         optimizer.zero_grad()
@@ -166,7 +166,7 @@ class Loss(nn.Module):
 def pipelined(
     device: torch.device, way: str, sizes: list[tuple[int, int]]
 ) -> list[tuple[int, ...]]:
-    """The shapes that this rank puts out in a training pipeline."""
+    """Output shapes of this rank in a training pipeline."""
     model = sharded(device, Loss(make_collection(**OPTIONS["requests"])), way)
     pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), device)
     batches = iter([make_batch(per_rank[dist.get_rank()]) for per_rank in sizes])
@@ -213,7 +213,7 @@ def on_ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
 
 @functools.cache
 def expected(name: str, num_samples: int) -> Tensor:
-    """Of one process."""
+    """The output of one process."""
     return make_collection(**OPTIONS[name])(make_batch(num_samples)).values().detach()
 
 
@@ -227,7 +227,7 @@ def test_ranks_without_a_sample(on_ranks: OnRanks, name: str, way: str):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout_if_a_rank_has_no_sample(on_ranks: OnRanks, way: str):
-    """If rows are sent, the same is dropped for every sharding; else each rank draws anew."""
+    """If rows are sent, dropout does not depend on the sharding; else each rank draws its own."""
     for rank, outputs in enumerate(on_ranks):
         for sizes in ((3, 0), (0, 2)):
             name = f"dropped {sizes}"
@@ -269,7 +269,7 @@ FEW = [
     for name in ("projected", "encoded")
     for num_items in (50, 3)
 ]
-"""With ids below 3: of four ranks, one has all of the items that are looked up, or one has none."""
+"""With ids below 3, one of four ranks has all rows that are looked up, or one has none."""
 
 
 def train_on_four_ranks(device: torch.device) -> list[tuple[Tensor, dict[str, Tensor]]]:
@@ -330,7 +330,7 @@ def make_events(rank: int, dtype: torch.dtype) -> KeyedJaggedTensor:
 
 
 def make_aged(**options: Any) -> TargetAttentionEmbeddingBagCollection:
-    """In whose output any two buckets of ages differ."""
+    """With random recency biases, so that all age buckets differ."""
     collection = make_collection(**options)
     for table in collection.pooling.attentions[0].recency_bias.parameters():
         nn.init.normal_(table)

@@ -1,4 +1,4 @@
-"""Sharded training of the facade equals training in one process."""
+"""Sharded training equals training in one process."""
 
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
 
 
 def test_sharded_training_equals_training_in_one_process(ranks: OnRanks, backend: str):
-    """Also where histories are empty on one rank only, and samples are more on one than another."""
+    """Including ranks with empty histories, and ranks with different batch sizes."""
     device = device_of(backend)
     for at, (sharding, optimizer) in enumerate(TRAINED[backend]):
         model = make_model().to(device)
@@ -86,7 +86,7 @@ def test_sharded_training_equals_training_in_one_process(ranks: OnRanks, backend
 
 
 class AnyShardingOfBags(EmbeddingBagCollectionSharder):
-    """TorchRec's own offers these on GPUs only."""
+    """TorchRec's sharder offers these on GPUs only."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return [sharding.value for sharding in BAGS_ACROSS_HOSTS]
@@ -196,7 +196,7 @@ def on_each_rank(device: torch.device, backend: str) -> dict[str, Any]:
 
 
 def test_model_built_on_the_meta_device(ranks: OnRanks):
-    """Every parameter gets the start of a model that was never on meta."""
+    """Parameters are initialized as on a real device."""
     attention = "embedding_bag_collection.pooling.attentions.0"
     state = ranks[0]["from meta"]["before"]
     assert state.keys() == make_model().state_dict().keys()

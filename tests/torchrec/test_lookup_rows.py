@@ -1,4 +1,4 @@
-"""Rows of sharded lookups that TorchRec copies reach the attention without a copy."""
+"""Attention reads deduplicated rows by gather indices, without TorchRec's copies."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -157,7 +157,7 @@ def read(sequences: EmbeddingCollectionAwaitable) -> None:
 
 
 def with_copies(device: torch.device, case: str) -> tuple[nn.Module, Batch]:
-    """A model, and a hook that has TorchRec make all copies; and a batch."""
+    """A model with a hook that makes TorchRec copy all rows, and a batch."""
     model, batch = sharded(device, case, once=True), next(batches(case, once=True))
     lookup = collection_of(model).embedding_collections["8"]
     lookup.register_forward_hook(lambda _lookup, _inputs, sequences: read(sequences))
@@ -210,7 +210,7 @@ def test_trains_as_with_all_copies(ranks: list[dict[str, list[tuple]]], case: st
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_row_of_a_history_is_copied(ranks: list[dict[str, list[tuple]]], case: str):
-    """If it can be read by gather indices; the rows are the rows of a whole lookup then."""
+    """If gather indices are supported; the rows are then the rows of a whole lookup."""
     for results in ranks:
         (_, _, plain), *others = results[case]
         assert plain == []

@@ -1,4 +1,4 @@
-"""What TorchRec offers around a sharded model: each trains as the plain model does."""
+"""Options of TorchRec for sharded models: training equals the plain model."""
 
 import functools
 import traceback
@@ -165,7 +165,7 @@ def planned_freely(device: torch.device) -> Losses:
 
 
 def with_equal_samples_once(batch: Batch) -> Batch:
-    """The batch with keys of different batch sizes: what several samples have is there once."""
+    """The batch with variable batch sizes by key: equal samples are deduplicated."""
     features = batch.sparse_features
     strides, inverse, values, lengths = [], [], [], []
     for key in features.keys():  # noqa: SIM118
@@ -209,7 +209,7 @@ def evaluated(model: nn.Module, device: torch.device, once: bool = False) -> Los
 def evaluated_once(
     make: Callable[..., nn.Module] = make_sharded_model,
 ) -> Callable[[torch.device], Losses]:
-    """Of batches whose keys differ in batch size, and then of those whose keys do not."""
+    """On batches with variable batch sizes by key, then on batches with one batch size."""
     return lambda device: [
         loss for once in (True, False) for loss in evaluated(make(device), device, once)
     ]

@@ -49,7 +49,7 @@ def everything(model: DistributedModelParallel, device: torch.device, ranks: int
 
 
 def parts_of(value: Tensor | ShardedTensor) -> Parts:
-    """The parts of a tensor that lie on this rank, by where they begin."""
+    """The shards of a tensor on this rank, by offset."""
     if not isinstance(value, ShardedTensor):
         return {(): value.detach().cpu()}
     return {
@@ -59,7 +59,7 @@ def parts_of(value: Tensor | ShardedTensor) -> Parts:
 
 
 def put_together(ranks: list[dict[str, Parts]]) -> dict[str, Tensor]:
-    """Whole tensors; those sharded are so by rows, or not at all."""
+    """Whole tensors, from shards by row or from replicas."""
     parts: dict[str, Parts] = {}
     for rank in ranks:
         for name, some in rank.items():

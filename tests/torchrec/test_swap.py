@@ -37,7 +37,7 @@ SEQUENCES = EmbeddingCollectionSharder
 
 
 def make_attended_model() -> DLRMTrain:
-    """All tables hold a target or a history."""
+    """A model whose tables all have a target or a history."""
     collection = TargetAttentionEmbeddingBagCollection([ITEM], PAIR, device=META)
     return DLRMTrain(DLRM(collection, 3, [8], [8, 1]))
 
@@ -86,7 +86,7 @@ def train(
 
 
 def whole_sparse_arch(device: torch.device, made_on: torch.device | None = None) -> dict[str, Any]:
-    """The line of TorchRec's example, which takes the weights of attentions, too."""
+    """As in TorchRec's example, whose optimizer also gets the attention weights."""
     return train(
         device,
         make_model(made_on or device),

@@ -1,4 +1,4 @@
-"""The kernel of ``highest_rows``, beyond what ``select_events`` calls."""
+"""The kernel of ``highest_rows`` with arguments that ``select_events`` does not use."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def select(offsets, scores, segments, keep):
 
 
 def test_rows_after_the_last_sample(kernel_device):
-    """They are never kept, whatever their score."""
+    """They are never kept."""
     offsets = torch.tensor([0, 2, 3], device=kernel_device)
     scores = torch.tensor([1.0, 2.0, 3.0, torch.nan, 9.0], device=kernel_device)
     keep = torch.ones(2, 1, dtype=torch.int64, device=kernel_device)
@@ -22,7 +22,7 @@ def test_rows_after_the_last_sample(kernel_device):
 
 
 def test_budgets_below_zero(kernel_device):
-    """Nothing is kept where the host does not read the budgets."""
+    """No row is kept."""
     offsets = torch.tensor([0, 3, 4], device=kernel_device)
     scores = torch.tensor([torch.inf, 2.0, 2.0, 3.0], device=kernel_device)
     keep = torch.tensor([[-1], [1]], device=kernel_device)
@@ -32,7 +32,7 @@ def test_budgets_below_zero(kernel_device):
 @pytest.mark.parametrize("segmented", [False, True])
 @pytest.mark.parametrize("block", [128, 1024, 2048])
 def test_samples_around_a_block(block, segmented, kernel_device, monkeypatch):
-    """Of one block, with one row more, and of several blocks."""
+    """Samples of one block, one row more, and several blocks."""
     for name in ("MIN_BLOCK", "MAX_BLOCK"):
         monkeypatch.setattr(kernels, name, block)
     lengths = torch.tensor([block - 1, block, 0, block + 1, 1, 3 * block + 5])
