@@ -299,18 +299,18 @@ def test_auto_rule(device_type, dtype, num_samples, most_absorbed, projected):
 
 
 @pytest.mark.parametrize(
-    ("device_type", "width", "option", "expected"),
+    ("device_type", "width", "expected"),
     [
-        ("cpu", 16, "auto", False),  # one head saves no arithmetic
-        ("cuda", 512, "materialized", True),
-        ("cuda", 516, "materialized", False),  # attention over keys has heads of up to 512 columns
+        ("cpu", 16, False),  # one head saves no arithmetic
+        ("cuda", 512, True),
+        ("cuda", 516, False),  # attention over keys has heads of up to 512 columns
     ],
 )
-def test_materialized_keys_of_one_head(device_type, width, option, expected):
+def test_materialized_keys_of_one_head(device_type, width, expected):
     with FakeTensorMode():
         history = torch.empty(9, width, device=device_type)
         offsets = torch.empty(2, dtype=torch.int64, device=device_type)
-    args = [1, 5000], history, offsets, False, width, 1, True, "softmax", 0, option
+    args = [1, 5000], history, offsets, False, width, 1, True, "softmax", 0
     assert is_materialized(*args) == expected
 
 
