@@ -8,7 +8,7 @@ Lines that do not fit in a tile are read again, if possible from cache.
 
 A line is a vector that sums to one: a column of ``[L, T]``, or a row of ``[Lx, Ly]`` pairs. Tiles
 are ``[i, r]``: lines ``i``, elements ``r``; pairs are contiguous along ``r``, columns along ``i``.
-The length of a sample decides between the variants in ``plan.py``.
+For pairs, the length of a sample decides between the variants in ``plan.py``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from torchrec_jagged_attn.ops.device.jagged import find_tile
 from torchrec_jagged_attn.ops.device.softmax import LOG2E, online_softmax_update
-from torchrec_jagged_attn.ops.interaction.plan import MAX_SHORT_LENGTH, MAX_TILE_LENGTH
+from torchrec_jagged_attn.ops.interaction.plan import MAX_TILE_LENGTH
 from torchrec_jagged_attn.ops.launch import Launcher
 
-# Bytes of a tile of a long sample: small, so that several are loaded ahead.
-MULTI_PASS_TILE = 2048
+# Bytes of a tile of columns: small, so that several are loaded ahead.
+COLUMN_TILE = 2048
 # Pairs of a tile. A program computes the rows that begin in its tile. It has a single warp, so that
 # reductions need no barrier.
 SPAN = 1024
@@ -166,59 +166,12 @@ def _pairs_kernel(
 
 
 @triton.jit
-def _short(
-    ptrs, first, line, length, T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr
-):
-    """Columns of one sample, from ``line`` on. Each thread has its maxima and sums, reduced
-    after the last row.
-    """
-    i = tl.arange(0, BLOCK_I)
-    r = tl.arange(0, BLOCK_R)
-    at = r[:, None] * T + i[None, :]
-    r = r[:, None]
-    inside = (i < T - line)[None, :]
-    first += line
-    total = tl.zeros([BLOCK_R, BLOCK_I], tl.float32)
-    if ptrs.p is None:
-        lowest = -float("inf")
-        maximum = tl.full([BLOCK_R, BLOCK_I], lowest, tl.float32)
-        for n in range(0, length, BLOCK_R):
-            x = _load(ptrs.x + first + n * T, at, (r < length - n) & inside, lowest)
-            maximum = tl.maximum(maximum, x)
-        shift = tl.max(maximum, 0)
-        shift = tl.where(shift == lowest, 0.0, shift)[None, :]
-        for n in range(0, length, BLOCK_R):
-            x = _load(ptrs.x + first + n * T, at, (r < length - n) & inside, lowest)
-            total += tl.exp2((x - shift) * LOG2E)
-        inverse = _inverse(tl.sum(total, 0))[None, :]
-        for n in range(0, length, BLOCK_R):
-            mask = (r < length - n) & inside
-            x = _load(ptrs.x + first + n * T, at, mask, lowest)
-            tl.store(
-                ptrs.out + first + n * T + at, tl.exp2((x - shift) * LOG2E) * inverse, mask=mask
-            )
-    else:
-        for n in range(0, length, BLOCK_R):
-            mask = (r < length - n) & inside
-            x = _load(ptrs.x + first + n * T, at, mask, 0.0)
-            total += _load(ptrs.p + first + n * T, at, mask, 0.0) * x
-        mean = tl.sum(total, 0)[None, :]
-        for n in range(0, length, BLOCK_R):
-            mask = (r < length - n) & inside
-            x = _load(ptrs.x + first + n * T, at, mask, 0.0)
-            p = _load(ptrs.p + first + n * T, at, mask, 0.0)
-            tl.store(ptrs.out + first + n * T + at, p * (x - mean), mask=mask)
-
-
-@triton.jit
 def _columns_kernel(
     ptrs,  # Operands
     offsets_ptr,  # [B + 1]
     T: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    MAX_SHORT_LENGTH: tl.constexpr,
-    MULTI_PASS_TILE: tl.constexpr,
 ):
     """Softmax of BLOCK_I columns of a sample, or its gradient, ``p · (x - Σ_r p · x)``."""
     TILES: tl.constexpr = (T + BLOCK_I - 1) // BLOCK_I
@@ -226,13 +179,9 @@ def _columns_kernel(
     sample = program // TILES
     begin = tl.load(offsets_ptr + sample).to(tl.int64)
     length = (tl.load(offsets_ptr + sample + 1).to(tl.int64) - begin).to(tl.int32)
-    first = begin * T
     line = (program % TILES).to(tl.int32) * BLOCK_I
-    if length > MAX_SHORT_LENGTH:
-        end_line = tl.minimum(line + BLOCK_I, T)
-        _multi_pass(ptrs, first, line, end_line, length, T, BLOCK_I, MULTI_PASS_TILE // BLOCK_I, 5)
-    else:
-        _short(ptrs, first, line, length, T, BLOCK_I, BLOCK_R)
+    end_line = tl.minimum(line + BLOCK_I, T)
+    _multi_pass(ptrs, begin * T, line, end_line, length, T, BLOCK_I, BLOCK_R, 5)
 
 
 _columns = Launcher(_columns_kernel)
@@ -254,7 +203,7 @@ def softmax(
     operands = Operands(x.contiguous(), None if p is None else p.contiguous(), out)
     offsets, num_samples = offsets.contiguous(), offsets.numel() - 1
     if y_offsets is None:
-        constants = _column_constants(x.shape[1], x.element_size(), p is not None)
+        constants = _column_constants(x.shape[1], x.element_size())
         num_tiles = -(-x.shape[1] // constants["BLOCK_I"])
         _columns((num_samples * num_tiles,), (operands, offsets), constants)
     else:
@@ -272,15 +221,12 @@ def softmax_backward(
 
 
 @functools.cache
-def _column_constants(width: int, size: int, backward: bool) -> dict[str, int]:
+def _column_constants(width: int, size: int) -> dict[str, int]:
     """Compile-time arguments of ``_columns_kernel``: ``width`` columns, ``size`` bytes each."""
     block_i = min(32, triton.next_power_of_2(width))
     return {
         "T": width,
         "BLOCK_I": block_i,
-        "BLOCK_R": 128 if backward or block_i < 16 else 64,
-        "MAX_SHORT_LENGTH": MAX_SHORT_LENGTH,
-        "MULTI_PASS_TILE": MULTI_PASS_TILE // size,
-        "num_warps": 4 if backward or block_i > 16 else 2,
-        **({} if backward else {"maxnreg": 48}),
+        "BLOCK_R": COLUMN_TILE // size // block_i,
+        "num_warps": 2,
     }
