@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from end_to_end_peers import Provider, make_collection
 from fbgemm_gpu.split_embedding_configs import SparseType
-from selecting import SelectingTrain, ShareOfHistory
 from torch import Tensor, nn
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
@@ -208,7 +207,7 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
         TargetAttentionConfig(target="item", history=history, **provider.options)
         for history in histories
     ]
-    model = DLRMTrain(
+    return DLRMTrain(
         DLRM(
             embedding_bag_collection=make_collection(  # pyright: ignore[reportArgumentType]
                 provider, tables, configs, CLIP * sizes.mean, sizes.keys_of_candidates[:-1]
@@ -219,10 +218,6 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
             dense_device=None,
         )
     )
-    if provider.budget == 1:
-        return model
-    newest = (EventSelection([key], ShareOfHistory(key, provider.budget)) for key in histories)
-    return SelectingTrain(model, nn.Sequential(*newest))
 
 
 def shard(
@@ -287,8 +282,7 @@ def make_pipeline(
     make = TrainPipelineFusedSparseDist if fused else TrainPipelineSparseDist
     if provider.graph:
         make = TrainPipelineCudaGraph
-    # Modules before the lookups are pipelined only with this argument.
-    return make(model, optimizer, device, pipeline_postproc=provider.budget < 1)
+    return make(model, optimizer, device)
 
 
 def make_sharders(provider: Provider, device: torch.device) -> list[ModuleSharder]:

@@ -187,7 +187,6 @@ class Provider:
     single_ids: bool = False  # whether ours is told that each feature has exactly one id
     # TorchRec's, of lookups that are not pooled: a row is looked up once a batch.
     index_dedup: bool = False
-    budget: float = 1.0  # part of each history that is looked up, its newest events
     by_request: bool = False  # whether requests have several candidates, see make_batches
 
 
@@ -210,8 +209,6 @@ PROVIDERS = {
     "ours-single-ids": Provider("with single_id_features: one lookup of all", single_ids=True),
     "ours-index-dedup": Provider("and with TorchRec's use_index_dedup", rows_stay=False,
                                  single_ids=True, index_dedup=True),
-    "ours-newer-half": Provider("without the older half of each history: EventSelection",
-                                budget=0.5),
     "ours-by-request": Provider("with candidates='jagged' and single_id_features",
                                 single_ids=True, by_request=True),
 }  # fmt: skip

@@ -144,8 +144,7 @@ def run(
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("data", nargs="?", default=PLANTED, help="or a folder of MovieLens-1M")
-    whole = [name for name, provider in PROVIDERS.items() if provider.budget == 1]
-    parser.add_argument("--providers", nargs="+", choices=whole, default=[*SAME])
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*SAME])
     parser.add_argument("--epochs", type=number(int, 1, 1000), default=1)
     parser.add_argument("--csv", type=writable_file, required=True)
     return parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
     python benchmarks/run.py --list                    # suites; --list SUITE for its cases
     python benchmarks/run.py target_attention --cases 'rank-1k*' --graph --csv out.csv
-    python benchmarks/run.py serving --cases 'u15-*'
+    python benchmarks/run.py serving --cases 'serving-2*'
     python benchmarks/run.py --device cpu              # the small cases
     python benchmarks/run.py --device cpu --quick      # every case, made tiny
 

@@ -8,7 +8,6 @@ samples of a step of its case, and ``{gpu}``, what that was measured on, where o
 measured on something else.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from end_to_end_cases import GPUS, SHARDINGS, step_case
@@ -43,7 +42,6 @@ STEP_PROVIDERS = {
     "ours-rows-travel": "ours, rows travel",
     "ours-single-ids": "ours, single ids",
     "ours-index-dedup": "ours, single ids, unique ids sent by TorchRec",
-    "ours-newer-half": "ours, the newer half of histories",
     "ours-by-request": "ours, by request, one lookup",
 }
 """Those of ``end_to_end.py``, in words."""
@@ -90,10 +88,6 @@ OPS = (
     *("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax"),
     *("jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out", "jagged2_softmax"),
 )
-SHOWN = (
-    *("rank-1k", "rank-2k", "rank-2k-8-targets", "rank-8k-16-targets", "rank-200"),
-    *("rank-1k-fp32", "rank-200-fp32"),
-)
 OF_STEPS = {label: name for name, label in STEP_PROVIDERS.items()}
 HOST = {
     "forward": "forward host_time",
@@ -107,7 +101,7 @@ def lines(*of: str) -> str:
     return "\n".join(of)
 
 
-def shapes(names: Iterable[str]) -> dict[str, str]:
+def shapes(*names: str) -> dict[str, str]:
     """Rows of target attention: what they are, from their cases."""
     labels = {}
     for name in names:
@@ -156,7 +150,15 @@ OP_TABLES = {
     ),
     "target_attention_kernel": Table(
         f"{SHAPE} | dtype",
-        shapes(SHOWN),
+        shapes(
+            "rank-1k",
+            "rank-2k",
+            "rank-2k-8-targets",
+            "rank-8k-16-targets",
+            "rank-200",
+            "rank-1k-fp32",
+            "rank-200-fp32",
+        ),
         """forward, of the roofline = {ours-kernel forward µs}, {ours-kernel forward floor}
         forward+backward, of the roofline = {ours-kernel both µs}, {ours-kernel both floor}
         speedup over FlashAttention-2 = {torch-varlen × forward/both}""",
@@ -164,7 +166,7 @@ OP_TABLES = {
     ),
     "target_attention": Table(
         f"{SHAPE} | dtype",
-        shapes(SHOWN),
+        shapes("rank-1k", "rank-2k-8-targets", "rank-1k-fp32"),
         """ours, ms = {ours}
         speedup over the best peer = {best-peer × named}
         speedup over padded SDPA = {linear+padded-sdpa ×}
@@ -199,39 +201,14 @@ OP_TABLES = {
         speedup over padded rows by number = {padded-newest × forward/both}
         speedup over one sort = {sorted × forward/both}""",
     ),
-    "crossover": Table(
-        "targets",
-        {n: n for n in ["4", "8", "12", "16", "24", "32", "48", "64", "128"]},
-        """bf16, absorbed = {ours-absorbed µs @targets-*}
-        bf16, materialized = {ours-materialized µs @targets-*}
-        fp32, absorbed = {ours-absorbed µs @targets-fp32-*}
-        fp32, materialized = {ours-materialized µs @targets-fp32-*}""",
-        results=("targets",),
-    ),
     "serving": Table(
-        "users × candidates, longest",
-        {
-            f"{users} × {targets:,}, {length:,}": f"u{users}-t{targets}-l{length}-d128"
-            for users, length in ((15, 1024), (15, 10_000), (1, 4096))
-            for targets in (1, 16, 256, 2048)
-        },
-        """ours = {ours µs}
-        FlashAttention-2 = {linear+torch-varlen µs}
-        FlashAttention-3 = {linear+flash-attention-3 µs}
-        padded = {linear+padded-sdpa µs}
-        copied to each candidate = {linear+expanded-sdpa µs}
-        copied, FlashAttention-3 = {linear+expanded-flash-attention-3 µs}""",
+        "candidates of a user",
+        {f"{n:,}": f"serving-{n}" for n in (1, 16, 256, 2048)},
+        """ours, µs = {ours µs}
+        speedup over FlashAttention-2 = {linear+torch-varlen ×}
+        padded SDPA = {linear+padded-sdpa ×}
+        padded SDPA of copies = {linear+expanded-sdpa ×}""",
         mode="forward",
-    ),
-    "requests": Table(
-        "requests × candidates",
-        {f"{8192 // n:,} × {n:,}": f"requests-{n}" for n in (1, 16, 256, 2048)},
-        """ours, µs = {ours µs forward/both}
-        speedup over FlashAttention-2 = {linear+torch-varlen × forward/both}
-        speedup over FlashAttention-3 = {linear+flash-attention-3 × forward/both}
-        speedup over FlashAttention-3 on copies = {linear+expanded-flash-attention-3 × forward/both}
-        MiB, ours = {ours peak_memory forward/both}
-        MiB, FlashAttention-2 = {linear+torch-varlen peak_memory forward/both}""",
     ),
     "self_attention": Table(
         "lengths | B × H × D",
@@ -304,12 +281,7 @@ OP_TABLES = {
     "table1_bf16": Table(
         "op",
         {f"`{op}`": op for op in OPS},
-        """1,024 samples: forward, µs = {ours forward µs @*-bf16}
-        speedup over padded = {padded forward × @*-bf16}
-        speedup over FBGEMM = {fbgemm forward × @*-bf16}
-        both, speedup over padded = {padded both × @*-bf16}
-        speedup over FBGEMM = {fbgemm both × @*-bf16}
-        4,096 samples: forward, µs = {ours forward µs @*-large}
+        """forward, µs = {ours forward µs @*-large}
         of the roofline = {ours forward floor @*-large}
         speedup over FBGEMM = {fbgemm forward × @*-large}
         both, of the roofline = {ours both floor @*-large}
@@ -370,15 +342,6 @@ MODEL_TABLES = {
                 f"{STEP_PROVIDERS[x]} = {{{x} time}} ({{{x} gpu_busy}}), {{{x} throughput}}"
                 for x in ("sum", "linear-varlen", "ours")
             )
-        ),
-        mode="step",
-    ),
-    "end_to_end_selection": Table(
-        "events",
-        {"all": "ours", "the newer half": "ours-newer-half"},
-        steps(
-            "{* time @} ms ({* gpu_busy @} ms of it the GPU's), {* peak_memory @} MiB, "
-            "{* throughput × @} ×"
         ),
         mode="step",
     ),

@@ -1,15 +1,13 @@
-"""``JaggedTargetAttention`` as it is by default, its projections included.
+"""The default ``JaggedTargetAttention``, with its projections.
 
-Ours chooses by the number of targets. It moves the projections to their side and reads the raw
-history rows; or it projects every history row into a key, and attends to keys and rows. Peers
-always do the latter, with the same projections, but without the recency bias, which
-FlashAttention does not support.
+It absorbs the projections and reads the raw history rows or, with many targets, projects every
+history row into a key. Peers always project keys, and have the same projections, but no recency
+bias, which FlashAttention does not support.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from suites import TRAINING_CASES, Cost, Inputs, Relaid, Suite
 from suites._attention import PEERS, Attend, exact
 from tests.cases import Case, make_target_inputs
-from torchrec_jagged_attn.modules import target_attention
 from torchrec_jagged_attn.ops import JaggedLayout
 
 POSITION_WEIGHT = "recency_bias.position_weight"
@@ -117,30 +114,22 @@ def cost(x: Inputs) -> dict[str, Cost]:
     }
 
 
-def ours(x: Inputs, materialized: bool | None = None) -> Relaid:
-    """The module; with or without ``materialized`` keys, which it else chooses itself."""
+def ours(x: Inputs) -> Relaid:
+    """The module."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
+    from torchrec_jagged_attn import JaggedTargetAttention
+
     x = with_recency(x)
-    module = target_attention.JaggedTargetAttention(x.case.width, x.case.num_heads, device="meta")
+    module = JaggedTargetAttention(x.case.width, x.case.num_heads, device="meta")
     weights = {name: leaf for name, leaf in x.leaves.items() if isinstance(leaf, nn.Parameter)}
     module.load_state_dict(weights, assign=True)
     target = x.leaves["target"]
     if target.dim() == 2:
         target = JaggedTensor(target, offsets=x.query_offsets)
     history = JaggedTensor(x.leaves["history"], offsets=x.offsets)
+    return Relaid(lambda: module(target, history), x.leaves, inputs=x)
 
-    def call() -> Tensor:
-        if materialized is None:
-            return module(target, history)
-        with mock.patch.object(target_attention, "is_materialized", return_value=materialized):
-            return module(target, history)
-
-    return Relaid(call, x.leaves, inputs=x)
-
-
-ours_absorbed = functools.partial(ours, materialized=False)
-ours_materialized = functools.partial(ours, materialized=True)
 
 SUITE = Suite(
     name="target_attention",

@@ -210,7 +210,7 @@ def assert_other_losses(*losses: list[float], **options: Any) -> None:
 def test_losses_are_the_same_where_the_function_is(ranks: int):
     same = ["ours-as-peers", "padded", "fbgemm-sll", "linear-varlen"]
     default = ["ours", "ours-rows-travel"]
-    others = ["sum", "ours-value-projection", "padded-din", "ours-newer-half"]
+    others = ["sum", "ours-value-projection", "padded-din"]
     names = [name for name in (*same, *default, *others) if name not in CANNOT]
     if ranks > 1:
         names = ["ours-as-peers", "padded", *default, "sum"]

@@ -1,8 +1,8 @@
 """Jagged rows in kernels: the sample of a row, tiles of rows, and sums over chunks.
 
 The rows of a long sample are split into chunks of equal length, each of which has a partial result.
-With at most one partial result per ``ROWS_PER_PARTIAL`` rows, those of sample ``b`` start at index
-``offsets[b] // ROWS_PER_PARTIAL``, so no prefix sum is needed.
+With at most one partial result per ``ROWS_PER_PARTIAL`` rows, the partial results of sample ``b``
+start at index ``offsets[b] // ROWS_PER_PARTIAL``, so no prefix sum is needed.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def count_chunks(length, num_blocks, CHUNK: tl.constexpr, ROWS_PER_PARTIAL: tl.c
     A chunk has at least ``CHUNK`` and at least ``ROWS_PER_PARTIAL · num_blocks`` rows, where
     ``num_blocks`` is the number of blocks of query rows. So samples with several chunks have at
     most ``length // ROWS_PER_PARTIAL`` pairs of chunk and block. Each pair has a partial result;
-    those of sample ``b`` start at index ``offsets[b] // ROWS_PER_PARTIAL``, ordered by chunk.
+    sample ``b`` starts at index ``offsets[b] // ROWS_PER_PARTIAL``. They are ordered by chunk.
     """
     rows = tl.maximum(ROWS_PER_PARTIAL * num_blocks, CHUNK)
     return tl.maximum(length.to(tl.int32) // rows.to(tl.int32), 1).to(tl.int64)
