@@ -75,9 +75,10 @@ format: $(READY)
 benchmark: $(READY)
 	$(BIN)/python benchmarks/run.py
 
+# racecheck leaves out warp-specialized kernels: it does not know that mbarriers order accesses.
 sanitize: $(READY)  # of CUDA's toolkit
 	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.kernels.mixed_batch
-	compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python -m tests.kernels.mixed_batch
+	compute-sanitizer --tool racecheck --error-exitcode 1 --kernel-name-exclude kns=hopper $(BIN)/python -m tests.kernels.mixed_batch
 
 clean:
 	rm -rf $(VENV) runs site

@@ -172,6 +172,27 @@ def test_flash_attention(mask, width, dtype, device):
     assert_weights_are_dropped(FLASH, inputs, 93, 4, 93, causal=causal, window=window)
 
 
+@pytest.mark.parametrize(
+    ("mask", "width", "by_distance", "lengths"),
+    each_pair(
+        [(False, None), (True, None), (True, 9)],
+        [32, 64, 128],
+        [False, True],
+        [[150, 0, 3, 70], [20, 0, 50, 33]],
+    ),
+    ids=str,
+)
+def test_flash_attention_on_hopper(mask, width, by_distance, lengths, hopper):
+    device, launched = hopper
+    causal, window = mask
+    inputs = flash_inputs(lengths, width, torch.float16, device)
+    if by_distance:
+        inputs["relative_bias"] = torch.linspace(-2, 2, 80, device=device).view(20, 4)
+    rows = sum(lengths)
+    assert_weights_are_dropped(FLASH, inputs, rows, 4, rows, causal=causal, window=window)
+    assert launched in (["hopper_forward", "hopper_backward"], None)
+
+
 def test_cross_attention_with_all_biases(device):
     """Queries and keys have numbers of their own."""
     inputs = flash_inputs([70, 0, 3, 20], 16, torch.float32, device)

@@ -269,10 +269,18 @@ CASES = {
     "hopper flash of a window by distance": Case(
         (90,), "hopper", lambda: flash(64, relative=True, window=70)
     ),
+    "hopper flash of a window by distance, dropout": Case(
+        (90,), "hopper", lambda: flash(32, relative=True, window=70, dropout=0.5)
+    ),
+    "hopper flash by distance, dropout, wide": Case(
+        (90,), "hopper", lambda: flash(128, relative=True, dropout=0.5)
+    ),
     "general flash of a window": Case((80,), "", lambda: flash(20, window=70)),
     "general flash of a window, fp32": Case((90,), "flash", lambda: flash(64, FP32, window=70)),
     "general flash, dropout": Case((80,), "flash", lambda: flash(64, dropout=0.5)),
-    "general flash of short samples, dropout": Case((90,), "short", lambda: flash(64, dropout=0.5)),
+    "general flash of short samples by distance, dropout": Case(
+        (80, 90), "short", lambda: flash(64, relative=True, dropout=0.5)
+    ),
     "general flash of a window, all biases, dropout": Case(
         (90,), "flash", lambda: flash(32, biased=True, relative=True, window=70, dropout=0.5)
     ),

@@ -46,6 +46,21 @@ def element_draws(draws, n):
 
 
 @triton.jit
+def load_dropout(dropout_ptr):
+    """Return ``(threshold, factor)``, ``(None, 1)`` without dropout.
+
+    Weights whose random bits are below ``threshold`` are dropped, and the others are multiplied by
+    ``factor``.
+    """
+    threshold, factor = None, 1.0
+    if dropout_ptr is not None:
+        threshold = tl.load(dropout_ptr + 1)
+        factor = tl.div_rn(4294967296.0, (4294967296 - threshold).to(tl.float32))
+        threshold = threshold.to(tl.uint32)
+    return threshold, factor
+
+
+@triton.jit
 def drop_weights(x, dropout_ptr, draws, n):
     """Return ``x``, weights or their gradients, after dropout.
 
@@ -53,8 +68,6 @@ def drop_weights(x, dropout_ptr, draws, n):
     rows. Both broadcast to ``x``.
     """
     if dropout_ptr is not None:
-        bits = element_draws(draws, n)
-        threshold = tl.load(dropout_ptr + 1)
-        factor = tl.div_rn(4294967296.0, (4294967296 - threshold).to(tl.float32))
-        x *= tl.where(bits < threshold.to(tl.uint32), 0.0, factor)
+        threshold, factor = load_dropout(dropout_ptr)
+        x *= tl.where(element_draws(draws, n) < threshold, 0.0, factor)
     return x

@@ -31,12 +31,12 @@ def load_field(fields, step, field: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def next_tile(fields, queries, step):
-    """Return ``(row, count, num_keys, head)`` of the tile of ``step``, once its queries arrive."""
+    """Return ``(row, count, base, num_keys, head)`` of a tile, once its queries have arrived."""
     STAGES: gl.constexpr = queries.full.shape[0]
     wait_full(queries, step)
     row, count = load_field(fields, step, 0, STAGES), load_field(fields, step, 1, STAGES)
-    num_keys, head = load_field(fields, step, 2, STAGES), load_field(fields, step, 3, STAGES)
-    return row, count, num_keys, head
+    base, num_keys = load_field(fields, step, 2, STAGES), load_field(fields, step, 3, STAGES)
+    return row, count, base, num_keys, load_field(fields, step, 4, STAGES)
 
 
 @gluon.jit

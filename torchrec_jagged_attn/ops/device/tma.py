@@ -2,7 +2,8 @@
 
 A ring buffer has STAGES tiles: a producer warp fills them, consumers read them, and tile ``n``
 replaces tile ``n - STAGES``. Each stage has two barriers: ``full`` completes when the tile has
-arrived, ``empty`` when all consumers have released it.
+arrived, ``empty`` when all consumers have released it. One thread arrives for its partition:
+Triton inserts a barrier of the partition before, so that all threads have read the tile.
 """
 
 from __future__ import annotations

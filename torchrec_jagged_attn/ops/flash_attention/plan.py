@@ -23,7 +23,7 @@ from torchrec_jagged_attn.ops.device.matmul import (
     padded_width,
 )
 from torchrec_jagged_attn.ops.dispatch import Choice, Condition, KernelVariant, choose
-from torchrec_jagged_attn.ops.flash_attention.kernels import general_short, hopper_short
+from torchrec_jagged_attn.ops.flash_attention.kernels import hopper_short
 from torchrec_jagged_attn.ops.flash_attention.kernels.records import Constants
 
 
@@ -82,7 +82,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 _HALF = Condition("half precision", lambda call: call.dtype.itemsize == 2)
 _NO_DROPOUT = Condition("no dropout of weights", lambda call: not call.has_dropout)
+_WIDTHS = Condition("widths of at most 128", lambda call: call.padded_width <= 128)
 _NO_BIAS = Condition("no bias", lambda call: not call.biased)
+_NO_BIAS_BY_KEY = Condition("no bias but by distance", lambda call: not call.biased_by_keys)
 # These kernels assume that the largest product has the largest score. The general kernels negate
 # queries if the scale is negative.
 _SCALE = Condition("scale >= 0", lambda call: not call.negative_scale)
@@ -114,19 +116,18 @@ VARIANTS = (
         "general_short",
         (
             _HALF,
-            _NO_BIAS,
-            Condition("widths of at most 128", lambda call: call.padded_width <= 128),
+            _NO_BIAS_BY_KEY,
+            _WIDTHS,
         ),
-        samples=f"samples of at most {general_short.MAX_ROWS} rows on both sides",
+        samples="samples of at most 64 rows on both sides, or 32 at widths over 64",
     ),
     KernelVariant(
         "hopper",
         (
             _HALF,
-            _NO_DROPOUT,
-            Condition("no bias but by distance", lambda call: not call.biased_by_keys),
+            _NO_BIAS_BY_KEY,
             _SCALE,
-            Condition("a larger width of 33 to 128", lambda call: call.padded_width in (64, 128)),
+            _WIDTHS,
             _TMA_COMPATIBLE,
         ),
         runs_on=_is_hopper,
@@ -135,7 +136,6 @@ VARIANTS = (
     KernelVariant("general"),
 )
 _LONG_SAMPLE_VARIANTS = tuple(variant for variant in VARIANTS if not variant.samples)
-_MAX_ROWS = {"hopper_short": hopper_short.MAX_ROWS, "general_short": general_short.MAX_ROWS}
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,13 @@ class Plan:
         return self.short_samples.variant == "hopper_short"
 
     @functools.cached_property
-    def short(self) -> dict[str, Any]:
-        """Tile of the kernels of ``general_short``."""
-        block, warps = self.max_short_rows, 1 if self.call.row_bytes <= 128 else 2
-        return {"BLOCK_M": block, "BLOCK_N": block, "num_warps": warps}
+    def short(self) -> list[dict[str, Any]]:
+        """Tiles of the kernels of ``general_short``, one for each launch."""
+        warps = 1 if self.call.row_bytes <= 128 else 2
+        tiles = [{"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": warps}]
+        if self.max_short_rows == 64:
+            tiles.append({"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "SHORT": 32})
+        return tiles
 
     @functools.cached_property
     def forward(self) -> dict[str, Any]:
@@ -254,6 +257,12 @@ def _plain_precision(call: Call) -> str:
     return "ieee" if call.precision == "bf16x6" else call.precision
 
 
+def _max_short_rows(call: Call, variant: str) -> int:
+    if not variant.endswith("short"):
+        return 0
+    return 64 if call.padded_width <= 64 else 32
+
+
 @functools.cache
 def plan_of(call: Call) -> Plan:
     """Return the plan for ``call``."""
@@ -265,7 +274,7 @@ def plan_of(call: Call) -> Plan:
         call=call,
         short_samples=short,
         long_samples=choose(_LONG_SAMPLE_VARIANTS, call.device, call),
-        max_short_rows=_MAX_ROWS.get(short.variant, 0),
+        max_short_rows=_max_short_rows(call, short.variant),
         rows_per_group=2**16 // (1 << (call.num_key_heads - 1).bit_length()),
         constants=Constants(
             H=call.num_heads,

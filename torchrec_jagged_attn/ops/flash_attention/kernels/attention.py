@@ -17,7 +17,8 @@ Rows behind the last offset are not read. The kernel that lists tiles sets their
 gradients to zero.
 
 Scores may have biases per head: by key row, by the bucket of the key's position or age, or by the
-bucket of its distance to the query (``distance_bias.py``). ``hopper`` only supports the latter.
+bucket of its distance to the query (``distance_bias.py``). ``hopper`` and ``general_short`` only
+support the latter.
 """
 
 from __future__ import annotations
@@ -90,18 +91,19 @@ def forward(args: FlashArguments) -> FlashOutputs:
             call.inputs, outputs, samples, call.window, call.factor, plan.constants
         )
     elif plan.max_short_rows:
-        _forward_short(
-            (call.num_samples * num_heads,),
-            (
-                call.inputs, outputs, samples, call.biases.dropout, num_stats, call.window,
-                call.factor,
-            ),
-            call.short_launch_arguments(),
-        )  # fmt: skip
+        for tile in plan.short:
+            _forward_short(
+                (call.num_samples * num_heads,),
+                (
+                    call.inputs, call.biases, outputs, samples, num_stats, call.max_distance,
+                    call.window, call.factor,
+                ),
+                call.short_launch_arguments(tile),
+            )  # fmt: skip
     if plan.long_on_hopper:
         hopper_forward.forward(
-            call.inputs, call.biases.by_distance, outputs, samples.tiles, call.window, call.factor,
-            plan.constants,
+            call.inputs, call.biases.by_distance, call.biases.dropout, outputs, samples.tiles,
+            call.window, call.factor, plan.constants,
         )  # fmt: skip
     else:
         sizes = (num_stats, call.max_distance, call.window, call.factor)
@@ -157,10 +159,11 @@ def _backward_on_hopper(call: _Call, outputs: FlashOutputs, grads: Gradients) ->
     samples = call.list_tiles(
         hopper_backward.BLOCK_N, tiles_of_keys=True, rows_per_group=plan.rows_per_group
     )
-    prepared = hopper_prepare.prepare(outputs, grads, samples, call.is_self, plan)
+    by_distance, dropout = call.biases.by_distance, call.biases.dropout
+    prepared = hopper_prepare.prepare(outputs, grads, samples, dropout, call.is_self, plan)
     _backward_of_short(call, grads, samples)
     hopper_backward.backward(
-        call.inputs, call.biases.by_distance, grads, prepared, samples, call.window, call.factor,
+        call.inputs, by_distance, dropout, grads, prepared, samples, call.window, call.factor,
         call.grad_scale, plan.constants,
     )  # fmt: skip
 
@@ -199,17 +202,19 @@ def _backward_of_short(call: _Call, grads: Gradients, samples: Samples) -> None:
             call.inputs, grads, samples, call.window, factor, scale, call.plan.constants
         )
     elif call.plan.max_short_rows:
-        _backward_short(
-            (call.num_samples * call.args.k.shape[1],),
-            (call.inputs, grads, samples, call.biases.dropout, call.window, factor, scale),
-            call.short_launch_arguments(),
-        )
+        sizes = call.max_distance, call.window, factor, scale
+        for tile in call.plan.short:
+            _backward_short(
+                (call.num_samples * call.args.k.shape[1],),
+                (call.inputs, call.biases, grads, samples, *sizes),
+                call.short_launch_arguments(tile),
+            )
 
 
 def _backward_relative_bias(call: _Call, outputs: FlashOutputs, grads: Gradients) -> Gradients:
     """Return ``grads`` with the gradient of ``relative_bias`` added."""
     constants = call.plan.grad_relative
-    samples = call.list_tiles(constants["BLOCK_M"], tiles_of_keys=False)
+    samples = call.list_tiles(constants["BLOCK_M"], tiles_of_keys=False, short=0)
     num_programs = _capacity(samples) * call.args.q.shape[1]
     grads = grads._replace(relative=grads.delta.new_zeros(num_programs, call.constants.R))
     if num_programs:
@@ -253,7 +258,8 @@ class _Call:
         self.inputs = Inputs(_rows(q), _rows(k), _rows(v))
         self.samples = Samples(q_offsets.contiguous(), kv_offsets.contiguous())
         self.is_self = _is_same(q_offsets, kv_offsets)
-        self.lists: dict[tuple[int, int], Samples] = {}  # by tile size and tiled side
+        # By tile size, tiled side, and maximum rows of samples that are not listed
+        self.lists: dict[tuple[int, int, int], Samples] = {}
         # The first kernel that lists tiles sets rows of these tensors to zero.
         self.cleared_queries: tuple[Tensor, ...] = ()
         self.cleared_keys: tuple[Tensor, ...] = ()
@@ -302,16 +308,21 @@ class _Call:
                 GRAD_K_STRIDE=grad_k.stride(0), GRAD_V_STRIDE=grad_v.stride(0)
             )
 
-    def short_launch_arguments(self) -> dict[str, Any]:
+    def short_launch_arguments(self, tile: dict[str, Any]) -> dict[str, Any]:
         """Return the launch arguments of ``general_short``, which follows the list of tiles."""
         overlap = overlap_options(devices.launches_overlap(self.inputs.q.device))
-        return self.constants.launch_arguments(**self.plan.short, **overlap)
+        return self.constants.launch_arguments(**tile, **overlap)
 
-    def list_tiles(self, block: int, tiles_of_keys: bool, rows_per_group: int = 0) -> Samples:
-        """Return the samples with a list of tiles of queries or keys. Each list is built once."""
+    def list_tiles(
+        self, block: int, tiles_of_keys: bool, rows_per_group: int = 0, short: int | None = None
+    ) -> Samples:
+        """Return the samples with a list of tiles of queries or keys. Each list is built once.
+
+        Samples of at most ``short`` rows are not listed, by default the short samples of the plan.
+        """
         tiled, other = (1, 0) if tiles_of_keys and not self.is_self else (0, 1)
-        if (block, tiled) not in self.lists:
-            short = self.plan.max_short_rows
+        short = self.plan.max_short_rows if short is None else short
+        if (block, tiled, short) not in self.lists:
             num_tiled, num_other = self.inputs[tiled].shape[0], self.inputs[other].shape[0]
             num_other = 0 if self.is_self else num_other
             capacity = max_tiles(num_tiled, num_other, self.num_samples, short, block)
@@ -322,8 +333,8 @@ class _Call:
                 self.samples[tiled], self.samples[other], capacity, short, block, rows_per_group,
                 cleared,
             )  # fmt: skip
-            self.lists[block, tiled] = self.samples._replace(tiles=tiles)
-        return self.lists[block, tiled]
+            self.lists[block, tiled, short] = self.samples._replace(tiles=tiles)
+        return self.lists[block, tiled, short]
 
 
 def _capacity(samples: Samples) -> int:

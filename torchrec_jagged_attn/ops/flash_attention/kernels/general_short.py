@@ -1,8 +1,10 @@
-"""Jagged flash attention for short samples in Triton, in half precision without biases.
+"""Jagged flash attention for short samples in Triton, in half precision.
 
 A program computes one head of a sample, all pairs of rows in one tile. Scores and weights stay in
 registers, so the kernels are memory-bound: forward reads q, k, v and writes out; backward reads
-q, k, v, grad_out and writes three gradients, and recomputes the softmax statistics.
+q, k, v, grad_out and writes three gradients, and recomputes the softmax statistics. There is a
+launch for each size of tiles. The only supported bias is ``relative_bias``, whose gradient is
+computed by ``general_backward.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from triton.language.extra import cuda
 
 from torchrec_jagged_attn.ops.device.dropout import drop_weights, query_draws
 from torchrec_jagged_attn.ops.device.softmax import mean_grad
+from torchrec_jagged_attn.ops.flash_attention.kernels.distance_bias import load_distance_bias
 from torchrec_jagged_attn.ops.flash_attention.kernels.tiles import (
     load_rows,
     online_softmax,
@@ -20,27 +23,27 @@ from torchrec_jagged_attn.ops.flash_attention.kernels.tiles import (
     store_softmax_stats,
 )
 
-MAX_ROWS = 32  # maximum rows of a short sample, on both sides
-
 
 @triton.jit
 def _locate_sample(sample, samples, window, C: tl.constexpr):
-    """Return ``(q_row, num_rows, kv_row, num_keys, visible)`` of a sample.
+    """Return ``(active, q_row, num_rows, kv_row, num_keys, visible)`` of a sample.
 
-    These are the first row and the number of its queries and of its keys, and the mask
-    ``[BLOCK_M, BLOCK_N]`` of visible pairs.
+    ``active`` is true if this launch computes samples of its size. The others are the first row and
+    the number of its queries and of its keys, and the mask ``[BLOCK_M, BLOCK_N]`` of visible pairs.
     """
     q_row = tl.load(samples.q_offsets + sample).to(tl.int64)
     kv_row = tl.load(samples.kv_offsets + sample).to(tl.int64)
     num_rows = (tl.load(samples.q_offsets + sample + 1).to(tl.int64) - q_row).to(tl.int32)
     num_keys = (tl.load(samples.kv_offsets + sample + 1).to(tl.int64) - kv_row).to(tl.int32)
+    longest = tl.maximum(num_rows, num_keys)
+    active = (longest > C.SHORT) & (longest <= C.BLOCK_M)
     i, j = tl.arange(0, C.BLOCK_M)[:, None], tl.arange(0, C.BLOCK_N)[None, :]
     visible = (i < num_rows) & (j < num_keys)
     if C.CAUSAL:
         visible = visible & (j <= i + num_keys - num_rows)
     if window is not None:
         visible = visible & (i + num_keys - num_rows - j < window)
-    return q_row, num_rows, kv_row, num_keys, visible
+    return active, q_row, num_rows, kv_row, num_keys, visible
 
 
 @triton.jit
@@ -52,38 +55,51 @@ def _drop(x, dropout_ptr, q_row, kv_row, head, C: tl.constexpr):
 
 
 @triton.jit
-def _softmax(q, k, visible, factor, C: tl.constexpr):
-    """Return ``(p, maximum, total)`` of a sample; weights ``p`` are not divided by ``total``."""
+def _softmax(q, k, visible, biases, max_distance, head, first, factor, C: tl.constexpr):
+    """Return ``(p, maximum, total)`` of a sample; weights ``p`` are not divided by ``total``.
+
+    ``first`` is the distance of the first query and the first key.
+    """
+    bias = 0.0
+    if C.BIASED:
+        bias = load_distance_bias(
+            biases.by_distance, max_distance, head, first, C.BLOCK_M, C.BLOCK_N
+        )
     products = tl.dot(-q if C.NEGATIVE else q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
     lowest = tl.full([C.BLOCK_M], -float("inf"), tl.float32)
     zero = tl.zeros([C.BLOCK_M], tl.float32)
-    p, _, maximum, total = online_softmax(products, factor, 0.0, visible, lowest, zero, False, True)
+    p, _, maximum, total = online_softmax(
+        products, factor, bias, visible, lowest, zero, C.BIASED, True
+    )
     return p, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_stats", "window"])
+@triton.jit(do_not_specialize=["num_stats", "max_distance", "window"])
 def forward_short_kernel(
     inputs,  # Inputs
+    biases,  # Biases
     outputs,  # arguments.FlashOutputs
     samples,  # Samples
-    dropout_ptr,  # see ``arguments.Biases``, or None
     num_stats,
+    max_distance,
     window,  # or None
     factor,
     C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
 ):
-    """Compute one head of one sample, if it has at most BLOCK_M rows on both sides."""
+    """Compute one head of a sample of more than SHORT rows on a side, at most BLOCK_M on both."""
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
     sample, head = tl.program_id(0) // C.H, tl.program_id(0) % C.H
     kv_head = head // (C.H // C.HK)
-    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, window, C)
-    if (num_rows <= C.BLOCK_M) & (num_keys <= C.BLOCK_N) & (num_rows > 0):
+    active, q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, window, C)
+    if active & (num_rows > 0):
         q = load_rows(inputs.q, q_row, num_rows, head, C.Q_STRIDE, C.D, C.BLOCK_M, C.BLOCK_D)
         k = load_rows(inputs.k, kv_row, num_keys, kv_head, C.K_STRIDE, C.D, C.BLOCK_N, C.BLOCK_D)
         v = load_rows(inputs.v, kv_row, num_keys, kv_head, C.V_STRIDE, C.DV, C.BLOCK_N, C.BLOCK_D)
-        p, maximum, total = _softmax(q, k, visible, factor, C)
-        p = _drop(p, dropout_ptr, q_row, kv_row, head, C)
+        p, maximum, total = _softmax(
+            q, k, visible, biases, max_distance, head, num_keys - num_rows, factor, C
+        )
+        p = _drop(p, biases.dropout, q_row, kv_row, head, C)
         out = tl.dot(p.to(v.dtype), v) / tl.where(total > 0, total, 1.0)[:, None]
         store_rows(outputs.out, out, q_row, num_rows, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D)
         i = tl.arange(0, C.BLOCK_M)
@@ -93,23 +109,24 @@ def forward_short_kernel(
         cuda.gdc_wait()
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["max_distance", "window"])
 def backward_short_kernel(
     inputs,  # Inputs
-    grads,  # Gradients
+    biases,  # Biases
+    grads,  # Gradients; ``q``, ``k`` and ``v`` are written, and ``delta`` if there is a bias
     samples,  # Samples
-    dropout_ptr,  # see ``arguments.Biases``, or None
+    max_distance,
     window,  # or None
     factor,
     scale,
     C: tl.constexpr,  # Constants; BLOCK_N is BLOCK_M
 ):
-    """Compute one key head of one sample, if it has at most BLOCK_M rows on both sides."""
+    """As :func:`forward_short_kernel`, for one key head."""
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
     sample, kv_head = tl.program_id(0) // C.HK, tl.program_id(0) % C.HK
-    q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, window, C)
-    if (num_rows <= C.BLOCK_M) & (num_keys <= C.BLOCK_N) & (num_rows + num_keys > 0):
+    active, q_row, num_rows, kv_row, num_keys, visible = _locate_sample(sample, samples, window, C)
+    if active:
         # If one side is empty, rows of the other side are read as zeros: their gradients are zeros
         # even if the rows are infinite.
         rows, keys = tl.where(num_keys > 0, num_rows, 0), tl.where(num_rows > 0, num_keys, 0)
@@ -123,13 +140,18 @@ def backward_short_kernel(
             grad_out = load_rows(
                 grads.out, q_row, rows, head, C.H * C.DV, C.DV, C.BLOCK_M, C.BLOCK_D
             )
-            p, _, total = _softmax(q, k, visible, factor, C)
+            p, _, total = _softmax(
+                q, k, visible, biases, max_distance, head, num_keys - num_rows, factor, C
+            )
             p /= tl.where(total != 0, total, 1.0)[:, None]
-            p_dropped = _drop(p, dropout_ptr, q_row, kv_row, head, C)
+            p_dropped = _drop(p, biases.dropout, q_row, kv_row, head, C)
             acc_v = tl.dot(tl.trans(p_dropped.to(grad_out.dtype)), grad_out, acc_v)
             dp = tl.dot(grad_out, tl.trans(v))
-            dp = _drop(dp, dropout_ptr, q_row, kv_row, head, C)
+            dp = _drop(dp, biases.dropout, q_row, kv_row, head, C)
             delta = mean_grad(p, dp, tl.zeros([C.BLOCK_M], tl.float32), True)
+            if C.BIASED:
+                i = tl.arange(0, C.BLOCK_M)
+                tl.store(grads.delta + (q_row + i) * C.H + head, delta, mask=i < num_rows)
             ds = (p * (dp - delta[:, None])).to(k.dtype)
             acc_k = tl.dot(tl.trans(ds), q, acc_k)
             grad_q = tl.dot(ds, k) * scale

@@ -63,7 +63,11 @@ from torchrec_jagged_attn.ops.flash_attention.kernels.hopper_dq_semaphores impor
     release_semaphores,
     wait_semaphores,
 )
-from torchrec_jagged_attn.ops.flash_attention.kernels.hopper_forward import load_distance_bias
+from torchrec_jagged_attn.ops.flash_attention.kernels.hopper_forward import (
+    element_draws,
+    load_distance_bias,
+    load_dropout,
+)
 from torchrec_jagged_attn.ops.flash_attention.kernels.hopper_prepare import BLOCK_M
 from torchrec_jagged_attn.ops.flash_attention.kernels.records import (
     Constants,
@@ -99,9 +103,32 @@ class Rings(NamedTuple):
     grad_out: Any
 
 
+class Scalars(NamedTuple):
+    """Parameters of the scores and of their gradients."""
+
+    by_distance_ptr: Any  # see distance_bias.py
+    max_distance: Any
+    dropout: Any  # see dropout.load_dropout
+    window: Any  # maximum number of keys that a query attends to, or ``None``
+    factor: Any  # scale · log2(e)
+    scale: Any
+
+
+class Keys(NamedTuple):
+    """The half of a tile of keys of one warpgroup. Masks are by key, ``[WG_ROWS, 1]``."""
+
+    k: Any
+    v: Any
+    tile: Any  # all keys of the tile
+    numbers: Any  # rows of the keys
+    in_sample: Any  # whether the key is in the sample
+    low: Any  # first query that sees the key if causal
+
+
 @gluon.jit
-def _load(inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C: gl.constexpr):
+def _load(inputs, rings, queue, samples, window, C: gl.constexpr):
     """Producer warp: iterate over the list of tiles of keys and load rows."""
+    tiles_ptr = samples.tiles
     if C.OVERLAP:
         wait_for_last_kernel()
     num_work = gl.load(tiles_ptr).to(gl.int32) * C.HK
@@ -118,7 +145,7 @@ def _load(inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
         count = gl.load(tile_ptr + 2).to(gl.int32)
         base = gl.load(tile_ptr + 3).to(gl.int32)
         num_rows = gl.load(tile_ptr + 4).to(gl.int32)
-        first_key = gl.load(kv_offsets_ptr + sample).to(gl.int32)
+        first_key = gl.load(samples.kv_offsets + sample).to(gl.int32)
         number = (row - first_key) // C.BLOCK_N
         q_tile = base // C.BLOCK_M + sample.to(gl.int32)
         accum_tile = base // C.BLOCK_M + gl.minimum(sample.to(gl.int32), first_key // C.BLOCK_N)
@@ -135,7 +162,7 @@ def _load(inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C: gl.constex
             for m in range(first, end):
                 q_end, remaining = base + num_rows, num_rows - m * C.BLOCK_M
                 wait_empty(rings.q, n)
-                fill(rings.q, n, inputs.q, q_end, remaining, head, C.BLOCK_M * 8)
+                fill(rings.q, n, inputs.q, q_end, remaining, head, inputs.stats.block_type.nbytes)
                 stage = n % rings.stats.shape[0]
                 tma.async_copy_global_to_shared(
                     inputs.stats,
@@ -169,42 +196,28 @@ def _multiply_ds(ds_ring, n, k, zeros):
 
 @gluon.jit
 def _add_queries(
-    acc_k,
-    acc_v,
-    k,
-    v,
-    k_tile,
-    rings,
-    ds_ring,
-    accum,
-    n,
-    bounds,
-    tile,
-    head,
-    high,
-    in_sample,
-    zero_ptr,
-    diagonal,
-    window,
-    factor,
-    scale,
-    C: gl.constexpr,
+    acc_k, acc_v, n, keys, rings, ds_ring, accum, tile, head, bounds, scalars, C: gl.constexpr,
     WG: gl.constexpr,
-):
+):  # fmt: skip
     """Add the terms of tiles ``first`` to ``end - 1`` of queries to dk and dv of a warpgroup.
 
     Tiles from ``unmasked_begin`` to ``unmasked_end - 1`` see all keys of the warpgroup and are not
     masked. They have no separate loop: ptxas 12.8 miscompiles the addresses of products in two
-    loops.
+    loops. The factor of dropout is not in the terms of dv.
     """
     first, unmasked_begin, unmasked_end, end = bounds
+    by_distance_ptr, max_distance, dropout, window, factor, scale = scalars
+    threshold, dropout_factor = dropout
+    k, v = keys.k, keys.v
     BLOCK_M: gl.constexpr = C.BLOCK_M
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     by_query: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = k.dtype
+    zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * max_distance) + max_distance)
+    diagonal = tile.num_rows - tile.remaining + WG * WG_ROWS  # query of the warpgroup's first key
     zeros = gl.zeros([WG_ROWS, BLOCK_M], gl.float32, layout)
     if not C.DQ_WARPGROUP:
-        k_slice = k_tile.slice(WG * BLOCK_M, BLOCK_M, dim=1)
+        k_slice = keys.tile.slice(WG * BLOCK_M, BLOCK_M, dim=1)
     for m in range(first, end):
         q = read(rings.q, n)
         if not C.DQ_WARPGROUP:  # dq of the previous tile of queries, whose ds is complete
@@ -231,22 +244,30 @@ def _add_queries(
         if window is not None:
             is_masked = is_masked | (m >= unmasked_end)
         if is_masked:
-            visible = in_sample
+            visible = keys.in_sample
             if C.CAUSAL:
                 i = m * BLOCK_M + gl.arange(0, BLOCK_M, by_query)
-                visible = visible & (i[None, :] >= high)
+                visible = visible & (i[None, :] >= keys.low)
                 if window is not None:
-                    visible = visible & (i[None, :] - high < window)
+                    visible = visible & (i[None, :] - keys.low < window)
             p = gl.where(visible, p, 0.0)
+        if threshold is not None:  # the weights that are dropped become negative
+            draws = stat.slice(2 * BLOCK_M, BLOCK_M, dim=1).load(layout)
+            bits = element_draws(draws.to(gl.uint32, bitcast=True), keys.numbers)
+            p = gl.where(bits < threshold, -p, p)
         if not C.DQ_WARPGROUP:
             p = p.to(dtype)  # fp32 would need too many registers
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        p_operand = as_operand(p, dtype)
+        p_operand = as_operand(p if threshold is None else gl.where(p > 0, p, 0.0), dtype)
         acc_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
         delta = stat.slice(BLOCK_M, BLOCK_M, dim=1).load(layout)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (p.to(gl.float32) * (dp - delta)).to(dtype)
+        p = p.to(gl.float32)
+        if threshold is not None:
+            dp = gl.where(p > 0, dp * dropout_factor, 0.0)
+            p = gl.maximum(p, -p)
+        ds = (p * (dp - delta)).to(dtype)
         wait_empty(ds_ring, n)
         ds_ring.tiles.index(n % DS_STAGES).slice(WG * WG_ROWS, WG_ROWS).store(ds)
         fence_async_shared()
@@ -281,7 +302,9 @@ def _store(outs, desc, value, end, remaining, head, WG: gl.constexpr):
 def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
     """Consumer warpgroup: compute dk and dv of its half of each tile of keys."""
     grad_k_desc, grad_v_desc, rings, ds_ring, accum, outs, queue = operands
-    by_distance_ptr, max_distance, window, factor, scale = scalars
+    by_distance_ptr, max_distance, dropout_ptr, window, factor, scale = scalars
+    dropout = load_dropout(dropout_ptr)
+    scalars = Scalars(by_distance_ptr, max_distance, dropout, window, factor, scale)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     by_width: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     skipped: gl.constexpr = WG * WG_ROWS
@@ -292,7 +315,6 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
     while tile.kv_head >= 0:
         row, count, num_rows = tile.row, tile.remaining, tile.num_rows
         first, end = query_tiles(tile, window, C)
-        in_sample, high = r < count, r + (num_rows - count)
         unmasked_begin = first
         if C.CAUSAL:
             last_key = num_rows - count + (skipped + WG_ROWS - 1)
@@ -309,20 +331,22 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
         wait_full(rings.k, step)
         wait_full(rings.v, step)
         k_tile = rows(rings.k, step)
-        k, v = k_tile.slice(skipped, WG_ROWS), rows(rings.v, step).slice(skipped, WG_ROWS)
+        keys = Keys(
+            k_tile.slice(skipped, WG_ROWS), rows(rings.v, step).slice(skipped, WG_ROWS), k_tile,
+            row + r, r < count, r + (num_rows - count),
+        )  # fmt: skip
+        bounds = first, unmasked_begin, unmasked_end, end
         for member in range(C.H // C.HK):
             head = tile.kv_head * (C.H // C.HK) + member
-            zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * max_distance) + max_distance)
             acc_k, acc_v, n = _add_queries(
-                acc_k, acc_v, k, v, k_tile, rings, ds_ring, accum, n,
-                (first, unmasked_begin, unmasked_end, end), tile, head, high, in_sample, zero_ptr,
-                num_rows - count + skipped, window, factor, scale, C, WG,
-            )  # fmt: skip
+                acc_k, acc_v, n, keys, rings, ds_ring, accum, tile, head, bounds, scalars, C, WG
+            )
         release(rings.k, step)
         release(rings.v, step)
         if count > skipped:
-            _store(outs, grad_v_desc, acc_v, row + count, count - skipped, tile.kv_head, WG)
-            _store(outs, grad_k_desc, acc_k * scale, row + count, count - skipped, tile.kv_head, WG)
+            end, remaining, kv_head = row + count, count - skipped, tile.kv_head
+            _store(outs, grad_v_desc, acc_v * dropout[1], end, remaining, kv_head, WG)
+            _store(outs, grad_k_desc, acc_k * scale, end, remaining, kv_head, WG)
         step += 1
         tile = next_tile(queue, step)
     tma.store_wait(0)
@@ -355,20 +379,20 @@ def _grad_of_queries(accum, keys, ds_ring, queue, window, scale, C: gl.constexpr
 
 
 @gluon.jit(do_not_specialize=["max_distance", "window"])
-def backward_kernel(
+def hopper_backward_kernel(
     accum_ptr,  # [tiles of queries that see several tiles of keys, H, BLOCK_M · BLOCK_D] fp32
     semaphores_ptr,  # [tiles of queries, H] int32, zeros
     q_desc,  # of [ΣLq, H, D], see jagged_rows
     k_desc,  # of [ΣLk, Hk, D]
     v_desc,  # of [ΣLk, Hk, Dv]
     grad_out_desc,  # of [ΣLq, H, Dv]
-    stats_desc,  # of [tiles of queries · H, 2 · BLOCK_M] fp32
+    stats_desc,  # of Prepared.row_stats
     grad_q_desc,  # of [ΣLq, H, D]
     grad_k_desc,  # of [ΣLk, Hk, D]
     grad_v_desc,  # of [ΣLk, Hk, Dv]
     by_distance_ptr,  # [H, 2 · max_distance] fp32, see distance_bias.py; read if BY_DISTANCE
-    kv_offsets_ptr,  # [B + 1]
-    tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
+    dropout_ptr,  # [2], see dropout.py, or None
+    samples,  # Samples, whose tiles are of keys
     max_distance,
     window,  # or None
     factor,  # scale · log2(e), rounded once
@@ -381,7 +405,8 @@ def backward_kernel(
     grads = make_ring(grad_out_desc, C.STAGES)
     keys = make_ring(k_desc, C.KV_STAGES, 3 if C.DQ_WARPGROUP else 2)
     values = make_ring(v_desc, C.KV_STAGES)
-    stats = gl.allocate_shared_memory(gl.float32, [C.STAGES, 1, 2 * C.BLOCK_M], stats_desc.layout)
+    stats_shape: gl.constexpr = [C.STAGES] + stats_desc.block_type.shape  # noqa: RUF005
+    stats = gl.allocate_shared_memory(gl.float32, stats_shape, stats_desc.layout)
     queue_full, queue_empty = make_barriers(TILES, 1, 6 if C.DQ_WARPGROUP else 5)
     fields = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -399,14 +424,14 @@ def backward_kernel(
     ds_ring = Ring(ds_full, ds_empty, ds)
     accum = DqAccumulator(accum_ptr, acquired, added, grad_tile, grad_q_desc, window)
     key_operands = (grad_k_desc, grad_v_desc, rings, ds_ring, accum, outs, queue)
-    scalars = (by_distance_ptr, max_distance, window, factor, scale)
+    scalars = (by_distance_ptr, max_distance, dropout_ptr, window, factor, scale)
     if C.DQ_WARPGROUP:
         gl.warp_specialize(
             [
                 (_grad_of_keys, (key_operands, scalars, C, 0)),
                 (_grad_of_keys, (key_operands, scalars, C, 1)),
                 (_grad_of_queries, (accum, keys, ds_ring, queue, window, scale, C)),
-                (_load, (inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C)),
+                (_load, (inputs, rings, queue, samples, window, C)),
                 (wait_semaphores, (semaphores_ptr, acquired, queue, window, C)),
                 (release_semaphores, (semaphores_ptr, added, queue, window, C, 0)),
                 (release_semaphores, (semaphores_ptr, added, queue, window, C, 1)),
@@ -419,7 +444,7 @@ def backward_kernel(
             [
                 (_grad_of_keys, (key_operands, scalars, C, 0)),
                 (_grad_of_keys, (key_operands, scalars, C, 1)),
-                (_load, (inputs, rings, queue, tiles_ptr, kv_offsets_ptr, window, C)),
+                (_load, (inputs, rings, queue, samples, window, C)),
                 (wait_semaphores, (semaphores_ptr, acquired, queue, window, C)),
                 (release_semaphores, (semaphores_ptr, added, queue, window, C, 0)),
                 (release_semaphores, (semaphores_ptr, added, queue, window, C, 1)),
@@ -429,13 +454,14 @@ def backward_kernel(
         )
 
 
-_launch = Launcher(backward_kernel)
+_launch = Launcher(hopper_backward_kernel)
 _FLAT = gl.NVMMASharedLayout(0, 32, rank=2)
 
 
 def backward(
     inputs: Inputs,
     by_distance: Tensor | None,
+    dropout: Tensor | None,
     grads: Gradients,
     prepared: Prepared,
     samples: Samples,
@@ -448,8 +474,8 @@ def backward(
 
     ``prepared`` is the result of :func:`hopper_prepare.prepare`.
     """
-    (q, k, v), (row_stats, semaphores), tiles = inputs, prepared, samples.tiles
-    H, HK, width = constants.H, constants.HK, constants.BLOCK_D
+    (q, k, v), (row_stats, semaphores) = inputs, prepared
+    H, HK, width = constants.H, constants.HK, constants.hopper_width
     # Samples with one tile of keys need no accumulator.
     max_tiles = q.shape[0] // BLOCK_M + min(samples.kv_offsets.numel() - 1, k.shape[0] // BLOCK_N)
     accum = q.new_empty(max_tiles * H, BLOCK_M * width, dtype=torch.float32)
@@ -458,20 +484,26 @@ def backward(
         jagged_rows(k, BLOCK_N, width),
         jagged_rows(v, BLOCK_N, width),
         jagged_rows(grads.out, BLOCK_M, width),
-        Descriptor(row_stats, list(row_stats.shape), [2 * BLOCK_M, 1], [1, 2 * BLOCK_M], _FLAT),
+        Descriptor(
+            row_stats,
+            list(row_stats.shape),
+            list(row_stats.stride()),
+            [1, row_stats.shape[1]],
+            _FLAT,
+        ),
         jagged_rows(grads.q, BLOCK_M, 64),
         jagged_rows(grads.k, WG_ROWS.value, width),
         jagged_rows(grads.v, WG_ROWS.value, width),
     )
     max_distance = 0 if by_distance is None else by_distance.shape[1] // 2
     bias_or_placeholder = accum if by_distance is None else by_distance
-    num_work = (tiles.shape[0] - 1) * HK
+    num_work = (samples.tiles.shape[0] - 1) * HK
     is_narrow = width == 64
     _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (
-            accum, semaphores, *descriptors, bias_or_placeholder, samples.kv_offsets, tiles,
-            max_distance, window, factor, scale,
+            accum, semaphores, *descriptors, bias_or_placeholder, dropout, samples, max_distance,
+            window, factor, scale,
         ),
         constants.hopper_launch_arguments(
             BLOCK_M=BLOCK_M,

@@ -1,7 +1,8 @@
 """Forward of jagged flash attention on Hopper, in half precision, in Gluon.
 
 The function and the number of FLOPs are as in ``general_forward.py``; the only supported bias is
-``relative_bias`` (``distance_bias.py``). The kernel is bound by the tensor cores.
+``relative_bias`` (``distance_bias.py``). Without it and dropout, the kernel is bound by the tensor
+cores.
 
 As in FlashAttention-3, the kernel is persistent and warp-specialized: a program processes several
 tiles of queries, a producer warp loads rows, and two consumer warpgroups compute attention for half
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torchrec_jagged_attn.base import devices
+from torchrec_jagged_attn.ops.device import dropout as dropout_masks
 from torchrec_jagged_attn.ops.device.gluon import (
     WG_ROWS,
     as_operand,
@@ -61,6 +63,9 @@ online_softmax = gluon.jit(tiles.online_softmax.fn)
 visible_pairs = gluon.jit(tiles.visible_pairs.fn)
 store_softmax_stats = gluon.jit(tiles.store_softmax_stats.fn)
 window_begin = gluon.jit(tiles.window_begin.fn)
+query_draws = gluon.jit(dropout_masks.query_draws.fn)
+element_draws = gluon.jit(dropout_masks.element_draws.fn)
+load_dropout = gluon.jit(dropout_masks.load_dropout.fn)
 
 
 class Rings(NamedTuple):
@@ -73,13 +78,16 @@ class Rings(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Parameters of scores and masks."""
+    """Parameters of scores, masks and dropout."""
 
     factor: Any  # scale · log2(e)
     zero_ptr: Any  # pointer to the bias at distance 0 of the head, see ``distance_bias.py``
     diagonal: Any  # key on the diagonal of the warpgroup's first query, see ``QueryTile``
     high: Any  # end of the keys visible to each query, a scalar or [WG_ROWS, 1]
     window: Any  # maximum number of keys that a query attends to, or ``None``
+    base: Any  # first key of the sample
+    draws: Any  # [WG_ROWS, 1], random bits of the queries, see ``dropout.query_draws``
+    threshold: Any  # see ``dropout.load_dropout``
 
 
 @gluon.jit
@@ -119,7 +127,7 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
         # Results do not depend on which program computes a tile.
         work = gl.num_programs(0) + gl.atomic_add(tiles_ptr + 1, 1).to(gl.int32)
         wait_empty(rings.q, step)
-        store_fields(rings.fields, step, (row, count, num_keys, head), C.STAGES)
+        store_fields(rings.fields, step, (row, count, base, num_keys, head), C.STAGES)
         fill(rings.q, step, q_desc, row + count, count, head)
         step += 1
         kv_head = head // (C.H // C.HK)
@@ -133,7 +141,7 @@ def _load(q_desc, k_desc, v_desc, rings, tiles_ptr, window, C: gl.constexpr):
             fill(rings.v, n, v_desc, end, remaining, kv_head)
             n += 1
     wait_empty(rings.q, step)
-    store_fields(rings.fields, step, (work, work, work, -1), C.STAGES)
+    store_fields(rings.fields, step, (work, work, work, work, -1), C.STAGES)
     commit(rings.q, step)
 
 
@@ -150,18 +158,25 @@ def load_distance_bias(zero_ptr, first, scores):
 def _softmax(
     products, scores, start, maximum, total, BY_DISTANCE: gl.constexpr, MASKED: gl.constexpr
 ):
-    """Update the online softmax with the tile of keys from ``start`` on."""
+    """Update the online softmax with the tile of keys from ``start`` on.
+
+    Returned weights are after dropout, without its factor.
+    """
     visible = True
     bias = 0.0
     if BY_DISTANCE:
         bias = load_distance_bias(scores.zero_ptr, scores.diagonal - start, products)
+    BLOCK_N: gl.constexpr = products.shape[1]
+    j = (start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, products.type.layout)))[None, :]
     if MASKED:
-        BLOCK_N: gl.constexpr = products.shape[1]
-        index = gl.arange(0, BLOCK_N, gl.SliceLayout(0, products.type.layout))
-        visible = visible_pairs(scores.window, scores, (start + index)[None, :])
-    return online_softmax(
+        visible = visible_pairs(scores.window, scores, j)
+    weights, rescale, maximum, total = online_softmax(
         products, scores.factor, bias, visible, maximum, total, BY_DISTANCE, MASKED
     )
+    if scores.threshold is not None:
+        bits = element_draws(scores.draws, scores.base + j)
+        weights = gl.where(bits < scores.threshold, 0.0, weights)
+    return weights, rescale, maximum, total
 
 
 @gluon.jit
@@ -206,6 +221,7 @@ def _skip_tiles(rings, n, num_tiles):
 def _attend(
     stats_ptr,
     by_distance_ptr,
+    dropout_ptr,
     out_desc,
     rings,
     outs,
@@ -225,7 +241,8 @@ def _attend(
     r = skipped + gl.arange(0, WG_ROWS, by_query)
     n = num_stats * 0
     step = num_stats * 0
-    row, count, num_keys, head = next_tile(rings.fields, rings.q, step)
+    threshold, dropout_factor = load_dropout(dropout_ptr)
+    row, count, base, num_keys, head = next_tile(rings.fields, rings.q, step)
     while head >= 0:
         last = _last_keys(count, num_keys, C)
         first = _first_keys(count, num_keys, window, C)
@@ -245,7 +262,10 @@ def _attend(
                 unmasked_begin = gl.cdiv(window_begin(end, window), BLOCK_N) * BLOCK_N
                 unmasked_begin = gl.minimum(unmasked_begin, unmasked_end)
             zero_ptr = by_distance_ptr + (head.to(gl.int64) * (2 * max_distance) + max_distance)
-            scores = Scores(factor, zero_ptr, num_keys - count + skipped, high, window)
+            stat = (row.to(gl.int64) + r) * C.H + head
+            draws = query_draws(dropout_ptr, stat)[:, None]
+            diagonal = num_keys - count + skipped
+            scores = Scores(factor, zero_ptr, diagonal, high, window, base, draws, threshold)
             q = rows(rings.q, step).slice(skipped, WG_ROWS)
             maximum = gl.full([WG_ROWS], -float("inf"), gl.float32, by_query)
             total = gl.zeros([WG_ROWS], gl.float32, by_query)
@@ -275,28 +295,28 @@ def _attend(
             release(rings.v, n)
             n += 1
 
-            inverse = 1.0 / gl.where(total > 0, total, 1.0)
+            inverse = dropout_factor / gl.where(total > 0, total, 1.0)
             inverse = gl.convert_layout(inverse, gl.SliceLayout(1, by_values))
             tma.store_wait(0)
             out = outs.index(WG)
             out.reshape([WG_ROWS, C.BLOCK_D]).store((acc * inverse[:, None]).to(outs.dtype))
             fence_async_shared()
             copy_out(out_desc, row + count, count - skipped, head, out)
-            stat = (row.to(gl.int64) + r) * C.H + head
             store_softmax_stats(stats_ptr, num_stats, stat, r < count, maximum, total, False)
         step += 1
-        row, count, num_keys, head = next_tile(rings.fields, rings.q, step)
+        row, count, base, num_keys, head = next_tile(rings.fields, rings.q, step)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_stats", "max_distance", "window"])
-def forward_kernel(
+def hopper_forward_kernel(
     stats_ptr,  # [2, ΣLq, H] fp32
     q_desc,  # of [ΣLq, H, D], see jagged_rows
     k_desc,  # of [ΣLk, Hk, D]
     v_desc,  # of [ΣLk, Hk, Dv]
     out_desc,  # of [ΣLq, H, Dv]
     by_distance_ptr,  # [H, 2 · max_distance] fp32, see distance_bias.py; read if BY_DISTANCE
+    dropout_ptr,  # [2], see dropout.py, or None
     tiles_ptr,  # [1 + capacity, FIELDS] int64, see tile_list.list_tiles
     num_stats,
     max_distance,
@@ -309,7 +329,7 @@ def forward_kernel(
     keys = make_ring(k_desc, C.STAGES)
     values = make_ring(v_desc, C.STAGES)
     fields = gl.allocate_shared_memory(
-        gl.int32, [4 * C.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.int32, [5 * C.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     rings = Rings(queries, keys, values, fields)
     shape: gl.constexpr = [2] + out_desc.block_type.shape  # noqa: RUF005  (Gluon takes no star)
@@ -317,12 +337,12 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, max_distance, window,
-                factor, C, 0,
+                stats_ptr, by_distance_ptr, dropout_ptr, out_desc, rings, outs, num_stats,
+                max_distance, window, factor, C, 0,
             )),
             (_attend, (
-                stats_ptr, by_distance_ptr, out_desc, rings, outs, num_stats, max_distance, window,
-                factor, C, 1,
+                stats_ptr, by_distance_ptr, dropout_ptr, out_desc, rings, outs, num_stats,
+                max_distance, window, factor, C, 1,
             )),
             (_load, (q_desc, k_desc, v_desc, rings, tiles_ptr, window, C)),
         ],
@@ -331,12 +351,13 @@ def forward_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(forward_kernel)
+_launch = Launcher(hopper_forward_kernel)
 
 
 def forward(
     inputs: Inputs,
     by_distance: Tensor | None,
+    dropout: Tensor | None,
     outputs: FlashOutputs,
     tiles: Tensor,
     window: int | None,
@@ -347,7 +368,7 @@ def forward(
     (q, k, v), (out, stats) = inputs, outputs
     max_distance = 0 if by_distance is None else by_distance.shape[1] // 2
     bias_or_placeholder = stats if by_distance is None else by_distance
-    width = constants.BLOCK_D
+    width = constants.hopper_width
     descriptors = (
         jagged_rows(q, BLOCK_M, width),
         jagged_rows(k, BLOCK_N, width),
@@ -358,8 +379,8 @@ def forward(
     _launch(
         (min(num_work, devices.hopper_multiprocessors(q.device)),),
         (
-            stats, *descriptors, bias_or_placeholder, tiles, stats[0].numel(), max_distance, window,
-            factor,
+            stats, *descriptors, bias_or_placeholder, dropout, tiles, stats[0].numel(),
+            max_distance, window, factor,
         ),
         constants.hopper_launch_arguments(
             BLOCK_M=BLOCK_M,

@@ -1,9 +1,8 @@
 """Preprocessing for backward of jagged flash attention on Hopper.
 
-For each tile of BLOCK_M queries and each head, the kernel writes the log-sum-exps of the rows and
-Σ_d grad_out · out, next to each other, so that one copy loads both; and a semaphore of zero
-(``hopper_dq_semaphores.py``). It reads out and grad_out once, and writes eight bytes per row and
-head.
+For each tile of BLOCK_M queries and each head, the kernel writes the log-sum-exps of the rows,
+Σ_d grad_out · out and, for dropout, random bits, next to each other, so that one copy loads them;
+and a semaphore of zero (``hopper_dq_semaphores.py``). It reads out and grad_out once.
 """
 
 from __future__ import annotations
@@ -11,9 +10,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import cuda
 
 from torchrec_jagged_attn.base import devices
+from torchrec_jagged_attn.ops.device.dropout import query_draws
 from torchrec_jagged_attn.ops.device.jagged import find_tile
 from torchrec_jagged_attn.ops.flash_attention.arguments import FlashOutputs
 from torchrec_jagged_attn.ops.flash_attention.kernels.records import Gradients, Prepared, Samples
@@ -31,6 +32,7 @@ def prepare_kernel(
     grads,  # Gradients; ``delta`` is written unless None, ``q`` if no key is visible
     prepared,  # Prepared
     samples,  # Samples, whose tiles are of keys
+    dropout_ptr,  # [2], see dropout.py, or None
     num_samples,
     num_tiles,  # upper bound of the number of tiles of queries
     C: tl.constexpr,  # Constants
@@ -42,6 +44,7 @@ def prepare_kernel(
     if C.OVERLAP:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+    STATS: tl.constexpr = 2 if dropout_ptr is None else 4
     num_work = num_tiles * C.H
     if C.IS_SELF:
         num_work = tl.where(tl.load(samples.tiles) > 0, num_work, 0)
@@ -62,9 +65,12 @@ def prepare_kernel(
             # An infinite log-sum-exp makes the weights of rows beyond the sample zero.
             lse = tl.load(outputs.stats + stat, mask=i < count, other=float("inf"))
             delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-            ptrs = prepared.row_stats + work.to(tl.int64) * (2 * C.BLOCK_M) + i
+            ptrs = prepared.row_stats + work.to(tl.int64) * (STATS * C.BLOCK_M) + i
             tl.store(ptrs, lse)
             tl.store(ptrs + C.BLOCK_M, delta)
+            if dropout_ptr is not None:
+                draws = query_draws(dropout_ptr, stat).to(tl.float32, bitcast=True)
+                tl.store(ptrs + 2 * C.BLOCK_M, draws)
             if grads.delta is not None:
                 tl.store(grads.delta + stat, delta, mask=i < count)
             tl.store(prepared.semaphores + work, 0)
@@ -83,7 +89,12 @@ _prepare = Launcher(prepare_kernel)
 
 
 def prepare(
-    outputs: FlashOutputs, grads: Gradients, samples: Samples, is_self: bool, plan: Plan
+    outputs: FlashOutputs,
+    grads: Gradients,
+    samples: Samples,
+    dropout: Tensor | None,
+    is_self: bool,
+    plan: Plan,
 ) -> Prepared:
     """Return statistics and semaphores for :func:`hopper_backward.backward`.
 
@@ -94,7 +105,8 @@ def prepare(
     num_queries, H, _ = grads.q.shape
     num_samples = samples.q_offsets.numel() - 1
     num_tiles = num_queries // BLOCK_M + num_samples
-    row_stats = outputs.stats.new_empty(num_tiles * H, 2 * BLOCK_M)
+    num_stats = 2 if dropout is None else 4  # a power of two; the last is not used
+    row_stats = outputs.stats.new_empty(num_tiles * H, num_stats * BLOCK_M)
     semaphores = row_stats.new_empty(num_tiles * H, dtype=torch.int32)
     prepared = Prepared(row_stats, semaphores)
     device = semaphores.device
@@ -102,7 +114,7 @@ def prepare(
         (min(num_tiles * H, PROGRAMS * devices.hopper_multiprocessors(device)),),
         (
             outputs, grads if plan.constants.R else grads._replace(delta=None), prepared, samples,
-            num_samples, num_tiles,
+            dropout, num_samples, num_tiles,
         ),
         plan.constants.launch_arguments(
             SHORT=plan.max_short_rows,

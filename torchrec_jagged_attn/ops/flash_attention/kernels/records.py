@@ -39,6 +39,11 @@ class Constants(NamedTuple):
     IS_SELF: bool = False  # whether all samples have as many queries as keys
     OVERLAP: bool = False  # whether launches overlap
 
+    @property
+    def hopper_width(self) -> int:
+        """Columns of a tile of a Gluon kernel: at least 128 bytes, the width of the swizzle."""
+        return max(64, self.BLOCK_D)
+
     def launch_arguments(self, **values: Any) -> dict[str, Any]:
         """Return the constant ``C`` and launch options of a Triton kernel.
 
@@ -48,7 +53,7 @@ class Constants(NamedTuple):
 
     def hopper_launch_arguments(self, **values: Any) -> dict[str, Any]:
         """Return the constant ``C`` and launch options of a Gluon kernel."""
-        constants = HopperConstants(self.H, self.HK, self.CAUSAL, self.BLOCK_D, self.R > 0)
+        constants = HopperConstants(self.H, self.HK, self.CAUSAL, self.hopper_width, self.R > 0)
         return _launch_arguments(constants, values)
 
 
@@ -109,7 +114,9 @@ class Gradients(NamedTuple):
 class Prepared(NamedTuple):
     """Inputs of backward on Hopper, by tile of queries and head; see ``hopper_prepare.py``."""
 
-    row_stats: Any  # [tiles of queries · H, 2 · BLOCK_M] fp32: log-sum-exp, Σ_d grad_out · out
+    # [tiles of queries · H, 2 · BLOCK_M] fp32: log-sum-exp, Σ_d grad_out · out. With dropout
+    # 4 · BLOCK_M: the third are random bits, see ``dropout.query_draws``
+    row_stats: Any
     semaphores: Any  # [tiles of queries · H] int32, zeros: see ``hopper_dq_semaphores.py``
 
 
