@@ -18,6 +18,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from torchrec_jagged_attn.base.split_rows import split_rows
 from torchrec_jagged_attn.collection.sharding.looked_up import Capacities, LookedUp
 from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor, Segments
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
@@ -304,7 +305,7 @@ class _SequenceRows:
     def output(self) -> dict[str, JaggedTensor]:
         columns: dict[str, list[JaggedTensor]] = {}
         for i, features in enumerate(self._module._embedding_names_per_sharding):
-            rows = self._rows[i].split(self._counts[i])
+            rows = split_rows(self._rows[i], self._counts[i])
             lengths = self._lengths[i].unbind()
             for at, feature in enumerate(features):
                 kind = JaggedTensor if self._names[i][at] is None else PaddedJaggedTensor

@@ -130,27 +130,30 @@ def _shorten_bags(collection: nn.Module) -> None:
             lookup.register_forward_pre_hook(lambda _, inputs: (split_bags(*inputs),))
 
 
+IDS_PER_BAG = 8
+"""Mean number of ids of a bag, see :func:`split_bags`."""
+
+
 def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the same ids in short bags: ``N`` ids of ``K`` keys in ``ceil(N / K)`` bags per key.
+    """Return the same ids in short bags: ``N`` ids of ``K`` keys in ``ceil(N / 8K)`` bags per key.
 
     Lookups without pooling return a row for each id, however ids are divided into bags. As all keys
-    must have the same number of bags, the ids of each key are spread evenly over them::
+    must have the same number of bags, the ids of each key are spread evenly over them. With two ids
+    per bag instead of eight::
 
-        item    [7] [8] [9]                [7] [8] [ ] [9] [ ]
-        history [1 2 3 4] [ ] [5 6]   ->   [1] [2] [3] [4] [5 6]
+        item    [7] [8] [9]                [7] [8] [9]
+        history [1 2 3 4] [ ] [5 6]   ->   [1 2] [3 4] [5 6]
 
     Batches whose size varies by key are returned unchanged.
     """
     num_keys, ids, stride = len(features.keys()), features.values(), features.stride()
     if ids.numel() == 0 or stride == 0 or features.variable_stride_per_key():
         return features
-    num_bags = -(-ids.numel() // num_keys)
-    bags = torch.arange(num_bags + (num_keys == 1), device=ids.device)
-    offsets = bags
-    if num_keys > 1:
-        ends = features.offsets()[::stride].long()  # [K + 1], of keys
-        begins = ends[:-1, None] + bags * ends.diff()[:, None] // num_bags
-        offsets = torch.cat([begins.flatten(), ends[-1:]])
+    num_bags = -(-ids.numel() // (num_keys * IDS_PER_BAG))
+    ends = features.offsets()[::stride].long()  # [K + 1], of keys
+    bags = torch.arange(num_bags, device=ids.device)
+    begins = ends[:-1, None] + bags * ends.diff()[:, None] // num_bags
+    offsets = torch.cat([begins.flatten(), ends[-1:]])
     return KeyedJaggedTensor(
         features.keys(),
         ids,

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from torchrec_jagged_attn.base.split_rows import new_gradient
 from torchrec_jagged_attn.ops import dispatch
 from torchrec_jagged_attn.ops.device.bias_records import Biases
 from torchrec_jagged_attn.ops.device.matmul import product_precision
@@ -153,7 +154,7 @@ def backward(
     grad_query = torch.empty_like(outputs.out, dtype=torch.float32 if shared else None)
     delta = grad_history = sorted_indices = None
     if not call.has_codes and (needs_history or not call.has_indices):
-        grad_history = args.history.new_empty(*args.history.shape)
+        grad_history = new_gradient(args.history)
     if call.has_indices or plan.several_blocks:
         delta = torch.empty_like(outputs.stats[0])
     if grad_history is not None and launch.indices is not None:
