@@ -57,10 +57,9 @@ def test_attention_writes_its_part_of_the_gradient():
     target, history = split_rows(rows, [2, 7])
     query = target.view(2, 1, 1, 16)
     offsets = offsets_of(torch.tensor([3, 4]), torch.int64, "cuda")
-    gradients = []
-    history.register_hook(gradients.append)
+    gradients: list[Tensor] = []
+    for x in (history, rows):
+        x.register_hook(gradients.append)
     jagged_target_attention(query, history, offsets).sum().backward()
-    (of_history,) = gradients
-    assert rows.grad is not None
-    assert of_history.data_ptr() == rows.grad[2:].data_ptr()
-    assert torch.equal(of_history, rows.grad[2:])
+    of_history, of_rows = gradients
+    assert of_history.data_ptr() == of_rows[2:].data_ptr()
