@@ -18,7 +18,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn.base.split_rows import split_rows
+from torchrec_jagged_attn.base.row_gradients import split_rows
 from torchrec_jagged_attn.collection.sharding.looked_up import Capacities, LookedUp
 from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor, Segments
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection

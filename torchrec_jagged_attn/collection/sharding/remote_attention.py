@@ -25,6 +25,7 @@ from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, QuantizedCommCodecs
 
 from torchrec_jagged_attn.base.autocast import autocast_off
+from torchrec_jagged_attn.base.row_gradients import scale_gradient
 from torchrec_jagged_attn.modules.projections import (
     ProjectionWeights,
     absorb_keys,
@@ -58,6 +59,7 @@ class OwnedRows(NamedTuple):
     # With jagged queries, their number on each source rank. By default it is gathered in each call;
     # an empty list is filled in the first one.
     queries_per_rank: list[int] | None = None
+    gradient_factor: float = 1.0  # of the gradient of `rows`
 
 
 class OwnedHistory(RemoteHistory):
@@ -309,12 +311,21 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend from queries ``[R, H, D]`` to the rows of this rank.
 
+    The gradient of rows is proportional to that of the output. So the latter is multiplied by
+    ``gradient_factor``, and the gradients of all other inputs are divided by it.
+
     ``counts`` ``[S]`` are the numbers of queries of samples, by default one. Returns outputs
     ``[R, H, D]`` and log-sum-exps ``[R, H]`` or, without a softmax, ``[R, 0]``. Each rank draws its
     own dropout seed, since no other rank has its rows.
     """
     offsets = _offsets(owned.lengths)
     zeros = torch.zeros_like(owned.lengths)
+    factor = owned.gradient_factor
+    absorbed_query = scale_gradient(absorbed_query, 1 / factor)
+    position_bias, age_bias = (
+        None if x is None else scale_gradient(x, 1 / factor)
+        for x in (biases.position_bias, biases.age_bias)
+    )
     args = TargetArguments(
         query=absorbed_query.unsqueeze(1) if counts is None else absorbed_query,
         history=owned.rows,
@@ -323,8 +334,8 @@ def _attend(
         indices=None,
         biases=Biases(
             owned.prior_weights,
-            biases.position_bias,
-            biases.age_bias,
+            position_bias,
+            age_bias,
             timestamps=None if owned.ages is None else -owned.ages,
             request_time=None if owned.ages is None else zeros,
             dropout=draw_dropout(options.dropout_threshold, absorbed_query.device),
@@ -338,8 +349,9 @@ def _attend(
     )
     if options.score == "softmax":
         out, lse = target_attention_with_lse(args)
+        out, lse = scale_gradient(out, factor), scale_gradient(lse, factor)
         return out.view(absorbed_query.shape), lse.view(absorbed_query.shape[:2])
-    out = call_target_attention(*flatten(args)).view(absorbed_query.shape)
+    out = scale_gradient(call_target_attention(*flatten(args)), factor).view(absorbed_query.shape)
     return out, out.new_empty(out.shape[0], 0)
 
 

@@ -36,6 +36,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_jagged_attn.base.row_gradients import scale_gradient
 from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
 from torchrec_jagged_attn.collection.sharding.id_exchange import Feature, IdExchange, Received
 from torchrec_jagged_attn.collection.sharding.looked_up import (
@@ -59,11 +60,7 @@ from torchrec_jagged_attn.collection.sharding.remote_attention import (
     OwnedRows,
     start_exchange,
 )
-from torchrec_jagged_attn.collection.sharding.row_groups import (
-    RowLayout,
-    divide_rows,
-    permute_rows,
-)
+from torchrec_jagged_attn.collection.sharding.row_groups import divide_rows, permute_rows
 from torchrec_jagged_attn.collection.sharding.tables import fixed_rows_in, histories_in
 
 SHARDING_TYPES = (
@@ -224,10 +221,11 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
             )
         groups = [*self._exchange.groups, *([x] for x in self._local_histories)]
         factor = 1 / self._env.world_size if get_gradient_division() else 1.0
-        layout = RowLayout(self._exchange.owned_features, received.counts_per_source, [*rows])
-        divided = iter(divide_rows(layout, groups, factor, [*rows.values()]))
+        owned = self._exchange.owned_features
+        divided = iter(divide_rows(owned, received.counts_per_source, groups, rows))
         sent = [
-            self._rows_to_send(received, i, next(divided)) for i in range(len(self._send_groups))
+            self._rows_to_send(received, i, scale_gradient(next(divided), factor))
+            for i in range(len(self._send_groups))
         ]
         histories = [
             LocalHistory(
@@ -240,6 +238,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                     owners=feature.owners,
                     group=self._group,
                     queries_per_rank=received.queries_per_rank,
+                    gradient_factor=factor,
                 ),
             )
             for feature in self._local_histories

@@ -130,16 +130,18 @@ def _shorten_bags(collection: nn.Module) -> None:
             lookup.register_forward_pre_hook(lambda _, inputs: (split_bags(*inputs),))
 
 
-IDS_PER_BAG = 8
-"""Mean number of ids of a bag, see :func:`split_bags`."""
+IDS_PER_BAG = {"cuda": 8, "cpu": 1}
+"""Mean number of ids of a bag by device type. With one, bags of a single key are not pooled by
+FBGEMM's lookups of replicated tables on a CPU, which pool all others."""
 
 
 def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the same ids in short bags: ``N`` ids of ``K`` keys in ``ceil(N / 8K)`` bags per key.
+    """Return the same ids in short bags: ``N`` ids of ``K`` keys in ``ceil(N / nK)`` bags per key,
+    where ``n`` is :data:`IDS_PER_BAG`.
 
     Lookups without pooling return a row for each id, however ids are divided into bags. As all keys
-    must have the same number of bags, the ids of each key are spread evenly over them. With two ids
-    per bag instead of eight::
+    must have the same number of bags, the ids of each key are spread evenly over them. With a mean
+    of two ids::
 
         item    [7] [8] [9]                [7] [8] [9]
         history [1 2 3 4] [ ] [5 6]   ->   [1 2] [3 4] [5 6]
@@ -149,7 +151,7 @@ def split_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     num_keys, ids, stride = len(features.keys()), features.values(), features.stride()
     if ids.numel() == 0 or stride == 0 or features.variable_stride_per_key():
         return features
-    num_bags = -(-ids.numel() // (num_keys * IDS_PER_BAG))
+    num_bags = -(-ids.numel() // (num_keys * IDS_PER_BAG[ids.device.type]))
     ends = features.offsets()[::stride].long()  # [K + 1], of keys
     bags = torch.arange(num_bags, device=ids.device)
     begins = ends[:-1, None] + bags * ends.diff()[:, None] // num_bags

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from torchrec_jagged_attn.base.split_rows import new_gradient
+from torchrec_jagged_attn.base.row_gradients import new_gradient
 from torchrec_jagged_attn.ops import dispatch
 from torchrec_jagged_attn.ops.device.bias_records import Biases
 from torchrec_jagged_attn.ops.device.matmul import product_precision

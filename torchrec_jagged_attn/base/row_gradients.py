@@ -1,8 +1,9 @@
-"""``split_rows``: parts of one tensor, whose gradients are parts of one tensor, too."""
+"""Splits the rows of a lookup without copies of gradients, and scales gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ def new_gradient(x: Tensor) -> Tensor:
     If ``x`` is an output of :func:`split_rows`, it is a part of the gradient of all rows. Each part
     is returned once: further calls return other tensors, since gradients may be added.
     """
-    node = x.grad_fn
-    if not isinstance(node, _Split._backward_cls):  # pyright: ignore[reportAttributeAccessIssue]
+    node: Any = x.grad_fn
+    if not isinstance(node, _Split._backward_cls):
         return x.new_empty(x.shape)
     if node.gradient is None:
         node.gradient, node.returned = x.new_empty(node.shape), set()
@@ -32,6 +33,11 @@ def new_gradient(x: Tensor) -> Tensor:
         return x.new_empty(x.shape)
     node.returned.add(x.output_nr)
     return node.gradient.split(node.counts)[x.output_nr]
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return ``x``, whose gradient is multiplied by ``factor``."""
+    return x if factor == 1 else _Scale.apply(x, factor)
 
 
 class _Split(torch.autograd.Function):
@@ -53,3 +59,14 @@ class _Split(torch.autograd.Function):
                 part.copy_(grad)
         ctx.gradient = None
         return gradient, None
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None

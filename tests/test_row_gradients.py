@@ -1,4 +1,4 @@
-"""``split_rows`` and ``new_gradient``."""
+"""Gradients of the rows of lookups."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from torch import Tensor
 
 from tests.cases import offsets_of
 from torchrec_jagged_attn import jagged_target_attention
-from torchrec_jagged_attn.base.split_rows import new_gradient, split_rows
+from torchrec_jagged_attn.base.row_gradients import new_gradient, scale_gradient, split_rows
 
 COUNTS = [2, 0, 3, 1]
 
 
-class Scale(torch.autograd.Function):
+class Multiply(torch.autograd.Function):
     """``factor * x``, whose backward writes into :func:`new_gradient`."""
 
     @staticmethod
@@ -26,18 +26,18 @@ class Scale(torch.autograd.Function):
         return torch.mul(grad, ctx.factor, out=new_gradient(x)), None
 
 
-def use(parts: tuple[Tensor, ...], scale) -> Tensor:
+def use(parts: tuple[Tensor, ...], multiply) -> Tensor:
     """A value that uses one part once, one twice and one not at all."""
     first, _, twice, _ = parts
-    total = scale(first, 2.0).sum() + scale(twice, 3.0).square().sum()
-    return total + scale(twice, 5.0).sum() + twice.sum()
+    total = multiply(first, 2.0).sum() + multiply(twice, 3.0).square().sum()
+    return total + multiply(twice, 5.0).sum() + twice.sum()
 
 
 def test_gradients_are_those_of_split():
     rows = torch.randn(6, 4, requires_grad=True)
     for _ in range(2):  # also of a second backward of one graph
         expected = torch.autograd.grad(use(rows.split(COUNTS), torch.mul), rows)
-        total = use(split_rows(rows, COUNTS), Scale.apply)
+        total = use(split_rows(rows, COUNTS), Multiply.apply)
         for _ in range(2):
             actual = torch.autograd.grad(total, rows, retain_graph=True)
             torch.testing.assert_close(actual, expected)
@@ -46,9 +46,18 @@ def test_gradients_are_those_of_split():
 def test_a_gradient_of_the_wrong_part_is_copied():
     rows = torch.randn(6, 4, requires_grad=True)
     first, second = split_rows(rows, [3, 3])
-    total = Scale.apply(first, 2.0).sum() + first.sum() + Scale.apply(second, 3.0).sum()
+    total = Multiply.apply(first, 2.0).sum() + first.sum() + Multiply.apply(second, 3.0).sum()
     (actual,) = torch.autograd.grad(total, rows)
     assert actual.tolist() == [[3.0] * 4] * 6
+
+
+def test_scaled_gradients():
+    x = torch.randn(3, requires_grad=True)
+    assert scale_gradient(x, 1.0) is x
+    y = scale_gradient(x, 0.25)
+    assert torch.equal(y, x)
+    (actual,) = torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(actual, 0.5 * x)
 
 
 @pytest.mark.gpu
