@@ -47,12 +47,12 @@ def element_draws(draws, n):
 
 @triton.jit
 def load_dropout(dropout_ptr):
-    """Return ``(threshold, factor)``, ``(None, 1)`` without dropout.
+    """Return ``(threshold, factor)``, ``(0, 1)`` without dropout.
 
     Weights whose random bits are below ``threshold`` are dropped, and the others are multiplied by
     ``factor``.
     """
-    threshold, factor = None, 1.0
+    threshold, factor = 0, 1.0
     if dropout_ptr is not None:
         threshold = tl.load(dropout_ptr + 1)
         factor = tl.div_rn(4294967296.0, (4294967296 - threshold).to(tl.float32))

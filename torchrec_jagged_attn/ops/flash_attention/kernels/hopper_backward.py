@@ -108,7 +108,7 @@ class Scalars(NamedTuple):
 
     by_distance_ptr: Any  # see distance_bias.py
     max_distance: Any
-    dropout: Any  # see dropout.load_dropout
+    dropout_ptr: Any  # see dropout.py
     window: Any  # maximum number of keys that a query attends to, or ``None``
     factor: Any  # scale · log2(e)
     scale: Any
@@ -206,8 +206,8 @@ def _add_queries(
     loops. The factor of dropout is not in the terms of dv.
     """
     first, unmasked_begin, unmasked_end, end = bounds
-    by_distance_ptr, max_distance, dropout, window, factor, scale = scalars
-    threshold, dropout_factor = dropout
+    by_distance_ptr, max_distance, dropout_ptr, window, factor, scale = scalars
+    threshold, dropout_factor = load_dropout(dropout_ptr)
     k, v = keys.k, keys.v
     BLOCK_M: gl.constexpr = C.BLOCK_M
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -251,7 +251,7 @@ def _add_queries(
                 if window is not None:
                     visible = visible & (i[None, :] - keys.low < window)
             p = gl.where(visible, p, 0.0)
-        if threshold is not None:  # the weights that are dropped become negative
+        if dropout_ptr is not None:  # the weights that are dropped become negative
             draws = stat.slice(2 * BLOCK_M, BLOCK_M, dim=1).load(layout)
             bits = element_draws(draws.to(gl.uint32, bitcast=True), keys.numbers)
             p = gl.where(bits < threshold, -p, p)
@@ -259,12 +259,12 @@ def _add_queries(
             p = p.to(dtype)  # fp32 would need too many registers
             grad_out = read(rings.grad_out, n)
             dp = warpgroup_mma(v, grad_out.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        p_operand = as_operand(p if threshold is None else gl.where(p > 0, p, 0.0), dtype)
+        p_operand = as_operand(p if dropout_ptr is None else gl.where(p > 0, p, 0.0), dtype)
         acc_v = warpgroup_mma(p_operand, grad_out, acc_v, is_async=True)
         delta = stat.slice(BLOCK_M, BLOCK_M, dim=1).load(layout)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         p = p.to(gl.float32)
-        if threshold is not None:
+        if dropout_ptr is not None:
             dp = gl.where(p > 0, dp * dropout_factor, 0.0)
             p = gl.maximum(p, -p)
         ds = (p * (dp - delta)).to(dtype)
@@ -302,9 +302,8 @@ def _store(outs, desc, value, end, remaining, head, WG: gl.constexpr):
 def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
     """Consumer warpgroup: compute dk and dv of its half of each tile of keys."""
     grad_k_desc, grad_v_desc, rings, ds_ring, accum, outs, queue = operands
-    by_distance_ptr, max_distance, dropout_ptr, window, factor, scale = scalars
-    dropout = load_dropout(dropout_ptr)
-    scalars = Scalars(by_distance_ptr, max_distance, dropout, window, factor, scale)
+    window, scale = scalars.window, scalars.scale
+    _, dropout_factor = load_dropout(scalars.dropout_ptr)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     by_width: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     skipped: gl.constexpr = WG * WG_ROWS
@@ -345,7 +344,7 @@ def _grad_of_keys(operands, scalars, C: gl.constexpr, WG: gl.constexpr):
         release(rings.v, step)
         if count > skipped:
             end, remaining, kv_head = row + count, count - skipped, tile.kv_head
-            _store(outs, grad_v_desc, acc_v * dropout[1], end, remaining, kv_head, WG)
+            _store(outs, grad_v_desc, acc_v * dropout_factor, end, remaining, kv_head, WG)
             _store(outs, grad_k_desc, acc_k * scale, end, remaining, kv_head, WG)
         step += 1
         tile = next_tile(queue, step)
@@ -424,7 +423,7 @@ def hopper_backward_kernel(
     ds_ring = Ring(ds_full, ds_empty, ds)
     accum = DqAccumulator(accum_ptr, acquired, added, grad_tile, grad_q_desc, window)
     key_operands = (grad_k_desc, grad_v_desc, rings, ds_ring, accum, outs, queue)
-    scalars = (by_distance_ptr, max_distance, dropout_ptr, window, factor, scale)
+    scalars = Scalars(by_distance_ptr, max_distance, dropout_ptr, window, factor, scale)
     if C.DQ_WARPGROUP:
         gl.warp_specialize(
             [

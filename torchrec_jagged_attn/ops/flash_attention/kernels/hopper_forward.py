@@ -87,6 +87,7 @@ class Scores(NamedTuple):
     window: Any  # maximum number of keys that a query attends to, or ``None``
     base: Any  # first key of the sample
     draws: Any  # [WG_ROWS, 1], random bits of the queries, see ``dropout.query_draws``
+    dropout_ptr: Any  # see dropout.py
     threshold: Any  # see ``dropout.load_dropout``
 
 
@@ -173,7 +174,7 @@ def _softmax(
     weights, rescale, maximum, total = online_softmax(
         products, scores.factor, bias, visible, maximum, total, BY_DISTANCE, MASKED
     )
-    if scores.threshold is not None:
+    if scores.dropout_ptr is not None:
         bits = element_draws(scores.draws, scores.base + j)
         weights = gl.where(bits < scores.threshold, 0.0, weights)
     return weights, rescale, maximum, total
@@ -265,7 +266,9 @@ def _attend(
             stat = (row.to(gl.int64) + r) * C.H + head
             draws = query_draws(dropout_ptr, stat)[:, None]
             diagonal = num_keys - count + skipped
-            scores = Scores(factor, zero_ptr, diagonal, high, window, base, draws, threshold)
+            scores = Scores(
+                factor, zero_ptr, diagonal, high, window, base, draws, dropout_ptr, threshold
+            )
             q = rows(rings.q, step).slice(skipped, WG_ROWS)
             maximum = gl.full([WG_ROWS], -float("inf"), gl.float32, by_query)
             total = gl.zeros([WG_ROWS], gl.float32, by_query)
