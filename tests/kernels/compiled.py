@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
@@ -34,6 +34,9 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
 )
 from torchrec_jagged_attn.base import devices
+from torchrec_jagged_attn.collection.sharding.fixed_exchange import FixedExchange
+from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, pair_capacity
+from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
 from torchrec_jagged_attn.events import select_events
 from torchrec_jagged_attn.ops import jagged_dense_add, jagged_dense_mul
 from torchrec_jagged_attn.ops.attention.arguments import Biases
@@ -220,6 +223,26 @@ class Case(NamedTuple):
 
 
 # Not all combinations of options: some cases have most options at once.
+def ids(is_weighted: bool = False) -> None:
+    """Pack and unpack ids of a pooled feature or, with ``is_weighted``, of a history with ages."""
+    history = HistoryFeature("history", "history", True, "times", "", True, "history")
+    route = Route(0, "history", [0, 1], 5, history=history if is_weighted else None)
+    router = IdRouter([route], [["history", "times"]], [is_weighted], 0, 2, torch.device("cpu"))
+    capacities = {pair_capacity(i, j): 8 for i in range(2) for j in range(2)}
+    group: Any = None  # nothing is sent
+    exchange = FixedExchange(router, [[0]], group, [2, 2], capacities)
+    values = torch.zeros(8, dtype=torch.int64)
+    batch = KeyedJaggedTensor(
+        ["history", "times"],
+        values,
+        values.float() if is_weighted else None,
+        lengths=torch.full((4,), 2, dtype=torch.int32),
+    )
+    message = values.new_zeros(100)
+    exchange._pack(router.read([batch]), message)
+    exchange._unpack(None, message)
+
+
 CASES = {
     "one warp": Case((80, 90), "target", lambda: target(1, BF16)),
     "one warp, biased": Case((80, 90), "target", lambda: target(1, BF16, biased=True)),
@@ -286,6 +309,8 @@ CASES = {
     ),
     "table 1": Case((80, 90), "", lambda: table_1(BF16)),
     "pairs": Case((80, 90), "", lambda: pairs(BF16)),
+    "ids": Case((80, 90), "pack_ids", ids),
+    "ids, positions, ages and weights": Case((90,), "pack_ids", lambda: ids(is_weighted=True)),
     "selection": Case((80, 90), "highest_rows", lambda: selection(torch.zeros(N))),
     "selection in segments": Case(
         (90,),
@@ -302,6 +327,8 @@ FITS = {
     "warpgroup, SiLU",
     "hopper flash",
     "hopper flash of a window",
+    "ids",
+    "ids, positions, ages and weights",
     "selection",
     "selection in segments",
 }  # no register spills

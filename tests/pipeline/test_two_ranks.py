@@ -65,6 +65,7 @@ class Case(NamedTuple):
 
 BY_ROW = {"sharding": ROW_WISE}
 CANDIDATES = {"candidates": CANDIDATE_COUNTS}
+EXACT_CASES = ["weighted means by row"]  # modules whose ids are exchanged by TorchRec
 GPU_CASES = ["data-parallel histories"]  # FBGEMM has no lookup of their rows on a CPU
 CPU_CASES = ["dropout"]  # graphs draw other numbers
 CASES = {
@@ -75,6 +76,11 @@ CASES = {
     ),
     "data-parallel bags": Case(
         None, {"others": {"t_tag": DATA_PARALLEL, "t_item": ROW_WISE}, "replicated": ["t_tag"]}
+    ),
+    "weighted means by row": Case(
+        None,
+        BY_ROW | {"bags": ROW_WISE, "optimizer": "RowWiseAdagrad"},
+        {"is_weighted": True},
     ),
     "by table": Case(MHA | {"value_projection": True}, {"optimizer": "Adagrad"}),
     "by row": Case(
@@ -145,7 +151,9 @@ def make_batches(num_steps: int = NUM_STEPS, **options: Any) -> list[Any]:
 def train_case(device: torch.device, name: str) -> tuple[Run, Run]:
     """Static tensors are NaN before each step."""
     case = CASES[name]
-    model = make_dlrm if case.model is None else functools.partial(make_model, **case.model)
+    model = functools.partial(make_dlrm, **case.batch)
+    if case.model is not None:
+        model = functools.partial(make_model, **case.model)
     sharding = {"sharding": TABLE_WISE} | case.sharding
     options = {"model": model, "sharding": sharding, **case.pipeline}
     return train_batches(device, make_batches(**case.batch), poison, **options)
@@ -340,6 +348,8 @@ def test_trains_alike(ranks: OnRanks, backend: str, case: str):
     for expected, run in results_of(ranks, case):
         assert run.eager_steps == {"warm-up": SHORT_WARM_UP}
         assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
+        exchange = "exact" if case in EXACT_CASES else "fixed"
+        assert run.exchanges == ({exchange} if len(ranks) == 2 else set())
         assert_same_runs(run, expected)
 
 

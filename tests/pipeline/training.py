@@ -102,10 +102,10 @@ class ScaledBatch(Batch):
         return ScaledBatch(**vars(super().to(device, non_blocking)), scale=self.scale)
 
 
-def make_dlrm() -> DLRMTrain:
+def make_dlrm(is_weighted: bool = False) -> DLRMTrain:
     """A DLRM of TorchRec, which pools tags by mean and other features by sum."""
     torch.manual_seed(0)
-    bags = EmbeddingBagCollection(make_tables(), device=CPU)
+    bags = EmbeddingBagCollection(make_tables(), is_weighted=is_weighted, device=CPU)
     model = DLRMTrain(DLRM(bags, 3, [8], [8, 1], dense_device=CPU))
     use_softplus(model)
     return model
@@ -182,6 +182,7 @@ class Run(NamedTuple):
     eager_steps: dict[str, int]
     num_captures: int
     lookups: set[str]  # inside or outside the captured step
+    exchanges: set[str]  # fixed or exact
 
 
 Change = Callable[[int, Any], None]
@@ -270,6 +271,7 @@ def finish(pipeline: Any, losses: list[Tensor]) -> Run:
         dict(getattr(pipeline, "eager_steps", {})),
         getattr(pipeline, "num_captures", 0),
         set(getattr(pipeline, "lookups", {}).values()),
+        set(getattr(pipeline, "exchanges", {}).values()),
     )
 
 

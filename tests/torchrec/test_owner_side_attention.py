@@ -465,10 +465,6 @@ def refuse(device: torch.device) -> None:
     with pytest.raises(NotImplementedError, match="history must have its rows on this rank, got o"):
         model.pooling.attentions[0].attention_weights(torch.zeros(3, 8), history)
 
-    lookup._exchange._num_blocks = 2**30
-    with pytest.raises(ValueError, match="features must have at most 1 samples"):
-        lookup._exchange.send_sizes(make_features(4))
-
 
 def test_refused(once):
     """See :func:`refuse`, which asserts it on each rank."""

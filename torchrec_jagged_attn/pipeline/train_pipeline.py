@@ -26,6 +26,7 @@ from torchrec_jagged_attn.pipeline.dense import (
     dense_parameters,
     restored_buffers,
 )
+from torchrec_jagged_attn.pipeline.exchange import BatchExchange, ModelExchange
 from torchrec_jagged_attn.pipeline.learning_rates import (
     LearningRateError,
     LearningRates,
@@ -84,6 +85,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         num_replayed_steps: number of steps trained by the captured (on a CPU, the padded) step.
         eager_steps: number of eager steps by reason.
         num_captures: number of captures.
+        exchanges: ``"fixed"`` or ``"exact"`` for each sharded module, by name, on several ranks:
+            whether the exchange of its ids has fixed sizes, which needs no sizes sent before.
         lookups: ``"inside"`` or ``"outside"`` for each sharded module, by name: whether its lookups
             are inside the graph. They are inside for tables in GPU memory that SGD, Adagrad or
             RowWiseAdagrad trains without weight decay, but not with
@@ -115,6 +118,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         super().__init__(model, optimizer, device, *args, **kwargs)
         self.num_replayed_steps = self.num_captures = 0
         self.eager_steps: collections.Counter[str] = collections.Counter()
+        self.exchanges: dict[str, str] = {}
         self.lookups: dict[str, str] = {}
         self._given_optimizer = optimizer
         self._model_fwd = self._forward
@@ -122,6 +126,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._ranks = _Ranks(env.process_group, env.world_size)
         # Collectives of one group wait for each other: the input dist must not wait for a graph.
         self._input_group: Any = None
+        self._exchange: ModelExchange | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
@@ -175,15 +180,32 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
 
     def detach(self) -> nn.Module:
         model = super().detach()
+        self._close_exchange()
         self._set_input_group(self._input_group, self._ranks.group)
         self._captured_step = self._backward_of_replay = None
         return model
+
+    def _close_exchange(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
 
     def _set_input_group(self, old: Any, new: Any) -> None:
         """Have input dists communicate in another group."""
         if self._input_group is not None:
             for module in self._pipelined_modules:
                 set_group(module, old, new)
+
+    def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
+        if self._exchange is None and self._ranks.size > 1:
+            pipelined: list[Any] = self._pipelined_modules
+            modules = {x.forward.name: x for x in pipelined}
+            rank = self._ranks.group.rank()
+            self._exchange = ModelExchange(modules, rank, self._ranks.size, self._device)
+        super().start_sparse_data_dist(batch, context)
+        if batch is not None and self._exchange is not None:
+            with self._stream_context(self._data_dist_stream):  # pyright: ignore
+                context.exchange = self._exchange.start()
 
     def _next_batch(self, dataloader_iter: Iterator[Any]) -> Any:
         batch = super()._next_batch(dataloader_iter)
@@ -194,6 +216,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return batch
 
     def _pipeline_model(self, *args: Any, **kwargs: Any) -> None:
+        self._close_exchange()
         super()._pipeline_model(*args, **kwargs)
         model = self._unwrapped
         self._dense = [*dense_modules(model)]
@@ -221,7 +244,9 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         if prepared is None or prepared[0].batch is not batch:
             prepared = self._prepare(0)
         step, agreement = prepared
-        _, can_capture, fits, is_capacity, is_repeated = agreement.wait()
+        if not agreement.wait()[1]:
+            step, agreement = self._prepare_exactly()
+        _, _, can_capture, fits, is_capacity, is_repeated = agreement.wait()
         can_capture &= self._model.training  # which may have changed since the last step
         if self._stream is not None:
             step.record_stream(torch.cuda.current_stream(), self._data_dist_stream)
@@ -254,6 +279,12 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
     def _prepare(self, at: int) -> tuple[_Step, _Agreement]:
         """Wait for the ids of a batch in the pipeline, and start to agree on its step."""
         context: Any = self.contexts[at]
+        exchange: BatchExchange | None = getattr(context, "exchange", None)
+        has_next = len(self.batches) == at + 2
+        inputs = StepInputs(self._device.type)
+        if exchange is not None and not exchange.is_complete():
+            step = _Step(self.batches[at], {}, {}, [], inputs, exchange)
+            return step, self._ranks.start(has_next, False, True, False, True, False)
         ids: dict[str, Ids] = {}
         received: list[Any] = []
         results = {x.fqn: context.postproc_fwd_results[x.fqn] for x in self._pipelined_postprocs}
@@ -261,20 +292,30 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             for name, module, fixed in self._sharded:
                 received.append(context.input_dist_tensors_requests.pop(name).wait())
                 module_context = context.module_contexts.pop(name)
+                if exchange is not None:
+                    received[-1] = exchange.result(name, module_context, received[-1])
                 ids[name] = ids_of(module, module_context, received[-1], fixed)
                 received.append(module_context)
-            inputs = StepInputs(self._device.type)
-            step = _Step(self.batches[at], results, ids, received, inputs)
+            step = _Step(self.batches[at], results, ids, received, inputs, exchange)
             step.read_keys(self._fixed_keys, self._captured_step and self._captured_step.read)
         reason, is_capacity = self._misfit(step)
         agreement = self._ranks.start(
-            len(self.batches) == at + 2,
+            has_next,
+            True,
             self._why_eager(step) is None,
             reason is None,
             reason is None or is_capacity,
             reason is None or difference(step.inputs.constants, self._last_sizes) is None,
         )
         return step, agreement
+
+    def _prepare_exactly(self) -> tuple[_Step, _Agreement]:
+        """Exchange the ids of the current batch again, with their true numbers."""
+        assert self._exchange is not None
+        with self._exchange.exact():
+            self.start_sparse_data_dist(self.batches[0], self.contexts[0])
+            self.wait_sparse_data_dist(self.contexts[0])
+        return self._prepare(0)
 
     def _misfit(self, step: _Step) -> tuple[str | None, bool]:
         """Return why a batch does not fit the captured step, and whether by a capacity."""
@@ -364,6 +405,12 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         step.read_keys(self._fixed_keys, captured.read)
         self._captured_sizes = step.inputs.constants
         self._captured_num_ids = {name: step.ids[name].num_ids() for name in self._inside()}
+        if self._exchange is not None and step.exchange is not None:
+            per_rank = self._ranks.gather(step.exchange.signature)
+            group = self._input_group or self._ranks.group
+            fixed = self._exchange.fix(group, per_rank, captured.capacities)
+            names = [name for name, *_ in self._sharded]
+            self.exchanges = {name: "fixed" if name in fixed else "exact" for name in names}
         captured.close()
         self.num_captures += 1
         self._last_steps.clear()
@@ -515,6 +562,7 @@ class _Step:
     Attributes:
         lookups: rows of sharded modules, by name, after :meth:`look_up`.
         inputs: inputs of a captured step.
+        exchange: the exchange of ids, on several ranks.
     """
 
     def __init__(
@@ -524,8 +572,10 @@ class _Step:
         ids: dict[str, Ids],
         received: list[Any],
         inputs: StepInputs,
+        exchange: BatchExchange | None,
     ) -> None:
         self.batch, self.results, self.ids, self.inputs = batch, results, ids, inputs
+        self.exchange = exchange
         self._received = received
         self.lookups: dict[str, Lookup] = {}
 
@@ -536,6 +586,8 @@ class _Step:
             self.inputs.add_batch(name, x, fixed_keys, read)
         for name, ids in self.ids.items():
             self.inputs.add_sizes(name, ids.counts(), ids.constants())
+        if self.exchange is not None:
+            self.inputs.counts |= self.exchange.counts()
 
     def record_stream(self, stream: torch.cuda.Stream, producer: Any) -> None:
         """Make ``stream`` wait for the ids, and record that it uses their memory."""
@@ -602,12 +654,17 @@ class _Ranks:
         """Start to reduce ``flags`` over all ranks."""
         return _Agreement(flags, self._cpu_group)
 
+    def gather(self, x: Any) -> list[Any]:
+        """Return the objects ``x`` of all ranks."""
+        per_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(per_rank, x, group=self._cpu_group)
+        return per_rank
+
     def largest(self, counts: dict[str, int], names: set[str]) -> tuple[dict[str, int], set[str]]:
         """Return the largest of the ranks' counts, by name, and the union of ``names``."""
         if self.size == 1:
             return counts, names
-        per_rank: list[Any] = [None] * self.size
-        dist.all_gather_object(per_rank, (counts, names), group=self._cpu_group)
+        per_rank = self.gather((counts, names))
         keys = dict.fromkeys(key for x, _ in per_rank for key in x)
         largest = {key: max(x.get(key, 0) for x, _ in per_rank) for key in keys}
         return largest, set().union(*(x for _, x in per_rank))

@@ -1,0 +1,278 @@
+"""``IdRouter``: sorts the ids of a batch by the ranks that store their rows, without the host.
+
+The *source rank* of a sample is the rank whose batch contains it, the *owner rank* of a row the
+rank whose shard contains it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_jagged_attn.base.devices import implementation
+from torchrec_jagged_attn.collection.sharding.kernels import pack_ids as kernels
+from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
+
+INT64_MAX = torch.iinfo(torch.int64).max
+MAX_ID = INT64_MAX // 2
+
+
+class Route(NamedTuple):
+    """A feature whose ids are sent to the owner ranks of the rows that one lookup reads."""
+
+    input: int  # index of the KeyedJaggedTensor
+    key: str
+    owners: list[int]  # ranks that store rows of the table, in the order of the rows
+    rows_per_owner: int  # rows of the table on each owner rank but the last
+    is_replicated: bool = False  # each rank looks up the ids of its own samples
+    group: Any = None  # of routes whose rows are sent back together
+    history: HistoryFeature | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is a history whose rows remain on their owner ranks."""
+        return self.history is not None and self.history.is_local
+
+
+class BatchIds(NamedTuple):
+    """The ids of a batch, by route and sample."""
+
+    values: Tensor  # [N], of all KeyedJaggedTensors
+    weights: Tensor | None  # [N] int32, the bits of fp32 numbers
+    lengths: Tensor  # [routes, B]
+    begins: Tensor  # [routes, B] int64, where the ids of a sample begin in ``values``
+    # For ages, where its timestamps begin, and the time to which they are relative.
+    time_begins: Tensor | None  # [routes, B] int64
+    references: Tensor | None  # [routes, B] int64
+    is_valid: Tensor  # [] bool, whether there is one timestamp for each id, and one request time
+
+
+class SortedIds(NamedTuple):
+    """Ids sorted by block and sample. A block is a route to one owner rank."""
+
+    columns: list[Tensor]  # [N] int64 each: ids, and the other numbers that are sent with them
+    block_lengths: Tensor  # [blocks, B] int32
+    # [N] int64, in the order of routes and samples: the index of an id's row among the rows of
+    # its group, in the order in which owner ranks send them back.
+    order: Tensor
+
+
+class IdRouter:
+    """Sorts the ids of a batch by owner rank, route and sample.
+
+    Args:
+        routes: the routes of all lookups.
+        keys: keys of each KeyedJaggedTensor of a batch.
+        is_weighted: whether each of them has weights, which are sent then.
+        rank, num_ranks: this rank, and the number of ranks.
+        device: device of the batches.
+    """
+
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        keys: Sequence[Sequence[str]],
+        is_weighted: Sequence[bool],
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+    ) -> None:
+        self.routes, self.keys, self.is_weighted = [*routes], [[*x] for x in keys], [*is_weighted]
+        self.rank, self.num_ranks, self.device = rank, num_ranks, device
+        histories = [route.history for route in routes if route.history is not None]
+        has = {
+            "positions": any(route.is_local for route in routes),
+            "ages": any(history.has_ages for history in histories),
+            "weights": any(is_weighted),
+        }
+        self.columns = ["ids", *(name for name, x in has.items() if x)]
+        self.blocks = [
+            (owner, route) for owner in range(num_ranks) for route in self.routes_to(rank, owner)
+        ]
+        block_index = torch.full((len(self.routes), num_ranks), -1)
+        for i, (owner, route) in enumerate(self.blocks):
+            owners = [rank] if routes[route].is_replicated else routes[route].owners
+            block_index[route, owners.index(owner)] = i
+        self.block_index = block_index.to(device)  # [routes, shards], -1 for no block
+        has_one_owner = [len(route.owners) == 1 or route.is_replicated for route in routes]
+        rows = zip(has_one_owner, routes, strict=True)
+        rows_per_owner = [INT64_MAX if one else route.rows_per_owner for one, route in rows]
+        self.rows_per_owner = torch.tensor(rows_per_owner, device=device)
+        # FBGEMM would take -1 for a pruned row of a history, and not check its bounds. TorchRec
+        # permits such ids in pooled features.
+        is_pooled = [route.history is None and route.group is None for route in routes]
+        masks = zip(has_one_owner, is_pooled, strict=True)
+        self.id_mask = torch.tensor([-1 if x and y else MAX_ID for x, y in masks], device=device)
+        groups = dict.fromkeys(route.group for route in routes)
+        is_in_group = torch.tensor(
+            [[routes[route].group == group for _, route in self.blocks] for group in groups]
+        )
+        self._is_in_group = is_in_group.to(device)
+        begins = [0, *itertools.accumulate(len(x) for x in keys)]
+
+        def features(key_of: Sequence[str | None]) -> Tensor:
+            pairs = zip(routes, key_of, strict=True)
+            return torch.tensor(
+                [0 if k is None else begins[r.input] + keys[r.input].index(k) for r, k in pairs],
+                device=device,
+            )
+
+        self._features = features([route.key for route in routes])
+        with_ages = [x.history if x.history and x.history.has_ages else None for x in routes]
+        times = [
+            x.timestamps if x else route.key for x, route in zip(with_ages, routes, strict=True)
+        ]
+        self._times = features(times)
+        requests = [(x.request_time or None) if x else None for x in with_ages]
+        self._requests = features(requests)
+        self.has_ages = torch.tensor([x is not None for x in with_ages], device=device)
+        self._has_request = torch.tensor([x is not None for x in requests], device=device)
+
+    def routes_to(self, source: int, owner: int) -> list[int]:
+        """Return the indices of the routes from a source rank to an owner rank."""
+        return [
+            i
+            for i, route in enumerate(self.routes)
+            if (source == owner if route.is_replicated else owner in route.owners)
+        ]
+
+    def accepts(self, inputs: Sequence[KeyedJaggedTensor]) -> bool:
+        """Return whether a batch has samples, and the keys and weights of this router."""
+        return all(
+            x.stride() == inputs[0].stride() > 0
+            and x.keys() == keys
+            and (x.weights_or_none() is not None) == is_weighted
+            for x, keys, is_weighted in zip(inputs, self.keys, self.is_weighted, strict=True)
+        )
+
+    def read(self, inputs: Sequence[KeyedJaggedTensor]) -> BatchIds:
+        """Return the ids of a batch. Nothing is read from the device."""
+        num_samples = inputs[0].stride()
+        batch_lengths = _join([x.lengths() for x in inputs]).view(-1, num_samples)
+        values = _not_empty(_join([x.values() for x in inputs])).long()
+        ends = batch_lengths.flatten().cumsum(0, dtype=torch.int64).view(-1, num_samples)
+        begins = ends - batch_lengths
+        lengths = batch_lengths[self._features]
+        is_valid = torch.ones((), dtype=torch.bool, device=self.device)
+        weights = time_begins = references = None
+        if "ages" in self.columns:
+            time_begins = begins[self._times]
+            has_request = self._has_request[:, None]
+            references = torch.where(has_request, begins[self._requests], ends[self._times] - 1)
+            references = values[references.clamp_(0, values.numel() - 1)]
+            has_one = (batch_lengths[self._requests] == 1) | ~has_request
+            is_valid = ((batch_lengths[self._times] == lengths) & has_one).all()
+        if "weights" in self.columns:
+            parts = [
+                x.weights().detach() if y else torch.zeros_like(x.values(), dtype=torch.float32)
+                for x, y in zip(inputs, self.is_weighted, strict=True)
+            ]
+            weights = _not_empty(_join(parts)).float().view(torch.int32)
+        return BatchIds(
+            values, weights, lengths, begins[self._features], time_begins, references, is_valid
+        )
+
+    def sort(self, batch: BatchIds, size: int | None = None) -> SortedIds:
+        """Sort the ids of all routes.
+
+        Args:
+            batch: the ids.
+            size: their number. If it is not given, it is read from the device.
+        """
+        if size is None:
+            size = int(batch.lengths.sum())
+        num_blocks, num_samples = len(self.blocks), batch.lengths.shape[1]
+        if implementation(self.device)[0] != "reference":
+            block_lengths = kernels.count_owners(self, batch)
+            begins = block_lengths.flatten().cumsum(0, dtype=torch.int64) - block_lengths.flatten()
+            columns = batch.values.new_empty(len(self.columns), size)
+            end = batch.values.new_full((num_blocks,), size)
+            args = block_lengths, begins, end, end, columns, size
+            order = kernels.pack_ids(self, batch, *args)
+            return SortedIds([*columns.unbind()], block_lengths, order)
+        lengths = batch.lengths.flatten().long()
+        # [N], the index of each id's route and sample: route * num_samples + sample
+        segment = torch.repeat_interleave(lengths, output_size=size)
+        index = torch.arange(size, device=self.device)
+        ends = lengths.cumsum(0)
+        in_segment = index - (ends - lengths)[segment]
+        route = segment // num_samples
+        source = batch.begins.flatten()[segment] + in_segment
+        ids = batch.values[source] & self.id_mask[route]
+        rows_per_owner = self.rows_per_owner[route]
+        shard = torch.div(ids, rows_per_owner, rounding_mode="trunc")
+        shard.clamp_(max=self.num_ranks - 1)
+        ids -= shard * rows_per_owner
+        key = self.block_index[route, shard] * num_samples + (segment - route * num_samples)
+        sorted_key, order = key.sort(stable=True)
+        ends_of_blocks = torch.searchsorted(
+            sorted_key, torch.arange(num_blocks * num_samples + 1, device=self.device)
+        )
+        block_lengths = ends_of_blocks.diff().int().view(num_blocks, num_samples)
+        columns = [ids]
+        if "positions" in self.columns:
+            columns.append(index - ends[segment])
+        if batch.time_begins is not None and batch.references is not None:
+            at = batch.time_begins.flatten()[segment] + in_segment
+            times = batch.values[at.clamp_(max=batch.values.numel() - 1)]
+            ages = ages_at(batch.references.flatten()[segment], times)
+            columns.append(ages * self.has_ages[route])
+        if batch.weights is not None:
+            columns.append(batch.weights[source].long())
+        shift = (self.row_begins(block_lengths) - ends_of_blocks[:-1])[sorted_key]
+        return SortedIds(
+            [x[order] for x in columns],
+            block_lengths,
+            torch.empty_like(order).scatter_(0, order, index + shift),
+        )
+
+    def row_begins(self, block_lengths: Tensor) -> Tensor:
+        """Return where the rows of each block and sample begin among the rows of the block's group,
+        in the order in which owner ranks send them back, ``[blocks * B]``.
+        """
+        counts = block_lengths.sum(1)
+        group_begins = self._is_in_group * counts  # [groups, blocks]
+        group_begins = ((group_begins.cumsum(1) - group_begins) * self._is_in_group).sum(0)
+        in_block = block_lengths.cumsum(1) - block_lengths
+        return (group_begins[:, None] + in_block).flatten()
+
+    def counts(self, block_counts: Sequence[int]) -> dict[str, int]:
+        """Return the numbers of ids sent to each rank, by the names of their capacities."""
+        counts = {pair_capacity(self.rank, owner): 0 for owner in range(self.num_ranks)}
+        for (owner, _), count in zip(self.blocks, block_counts, strict=True):
+            counts[pair_capacity(self.rank, owner)] += count
+        return counts
+
+    def count(self, inputs: Sequence[KeyedJaggedTensor]) -> dict[str, int]:
+        """Return :meth:`counts` of a batch. This reads from the device."""
+        return self.counts(self.sort(self.read(inputs)).block_lengths.sum(1).tolist())
+
+
+def pair_capacity(source: int, owner: int) -> str:
+    """Return the name of the capacity of ids sent from a source rank to an owner rank."""
+    return f"ids: {source} -> {owner}"
+
+
+def ages_at(references: Tensor, times: Tensor) -> Tensor:
+    """Return ``references - times``: 0 for later times, INT64_MAX on overflow."""
+    ages = references - times
+    ages.masked_fill_(ages < 0, INT64_MAX)
+    return ages.masked_fill_(times > references, 0)
+
+
+def as_weights(column: Tensor) -> Tensor:
+    """Return the weights in a column, in fp32."""
+    return column.int().view(torch.float32)
+
+
+def _join(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _not_empty(x: Tensor) -> Tensor:
+    return x if x.numel() else x.new_zeros(1)
