@@ -66,7 +66,7 @@ check: $(READY)
 	$(BIN)/pytest --doctest-modules torchrec_jagged_attn
 
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -366,6 +366,7 @@ def _by_mean(
         for case in cases
     ]
     found, reasons = {}, {}
+    providers = [name for name in providers if name in figures.providers]
     for name in providers:
         cells = [parsed(f"{name} {words}", case, "step") for case in cases]
         values, notes = map(figures.find, cells), map(figures.note, cells)

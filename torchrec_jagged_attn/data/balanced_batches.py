@@ -22,7 +22,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     r"""Samples batches such that all ranks have nearly the same cost in each step.
 
     In each step, ranks wait for the slowest one. Each epoch is shuffled by ``seed`` and ``epoch``
-    like in :class:`torch.utils.data.DistributedSampler`, and divided into global batches of
+    like in ``torch.utils.data.DistributedSampler``, and divided into global batches of
     ``batch_size * num_replicas`` examples. The examples of a global batch are assigned to ranks,
     longest history first, each to the rank with the lowest cost whose batch is not full. Unless
     ``balanced_steps`` is more than 1, global batches have the same examples as without balancing.

@@ -42,9 +42,9 @@ class DiscretePCA(LinearDecoder):
     process group, it fits the rows of all ranks together.
 
     :meth:`encode` chooses codes greedily, one direction after the other, then updates each once
-    with the others fixed. :meth:`decode` is linear in the codes, with gradients of ``mean`` and
-    ``basis``. Both require a fitted or loaded basis. They raise TypeError for a wrong dtype, and
-    ValueError for a wrong shape or device or (on CPU, or under
+    with the others fixed. :meth:`DiscretePCA.decode` is linear in the codes, with gradients of
+    ``mean`` and ``basis``. Both require a fitted or loaded basis. They raise TypeError for a wrong
+    dtype, and ValueError for a wrong shape or device or (on CPU, or under
     ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) for codes out of range, rows that are not finite, or a
     module that is not fitted.
 
