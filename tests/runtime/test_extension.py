@@ -68,7 +68,7 @@ def test_build_errors(missing, tmp_path):
 
 
 def test_is_built_once(tmp_path, with_compiler):
-    """By the first of two threads, and in a process without ``ninja`` on its path."""
+    """By the first of two threads, which logs it, and without ``ninja`` on the path."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("cp", "sh", "which"):
@@ -81,9 +81,10 @@ def test_is_built_once(tmp_path, with_compiler):
         "    found = [pool.submit(extension.library) for _ in range(2)]",
         "for future in found: future.result()",
     )
-    run_code(*lines, **with_compiler, PATH=str(tools))
+    message = "Compiling C++ for attention on a CPU"
+    assert run_code(*lines, **with_compiler, PATH=str(tools)).stderr.count(message) == 1
     assert len(list(tmp_path.glob("*.so"))) == 1
-    run_code(*lines, **with_compiler | NO_COMPILER)
+    assert message not in run_code(*lines, **with_compiler | NO_COMPILER).stderr
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
+from torchrec_jagged_attn.ops import launch
 from torchrec_jagged_attn.ops.launch import Launcher
 
 CONSTANTS = {"D": 8, "H": 2, "num_warps": 4}
@@ -167,3 +168,14 @@ def test_records(launched):
     assert {launch(*fields) for fields in unlike} == {"compiled"}
     assert {launch(*fields) for fields in unlike} == {"launched"}
     assert launch(torch.ones(7), None) == launch(x, 5) == "launched"
+
+
+def test_a_long_compilation_is_logged_once(monkeypatch, caplog):
+    times = iter([0.0, 0.1, 1.0, 4.0, 5.0, 8.0])
+    monkeypatch.setattr(launch, "perf_counter", lambda: next(times))
+    launch._log_compilation.cache_clear()
+    launcher = Launcher(Kernel())
+    for dtype, num_lines in ((torch.int32, 0), (torch.int64, 1), (torch.float32, 1)):
+        launcher((1,), (torch.zeros(4, dtype=dtype), None, 1, 1, 0.5), CONSTANTS)
+        assert len(caplog.records) == num_lines
+    assert knobs.cache.dir in caplog.text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -19,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+
+_logger = logging.getLogger(__name__)
 
 
 class Extension:
@@ -122,6 +125,9 @@ class Extension:
         if shutil.which(compiler.partition(" ")[0]) is None:
             raise RuntimeError(f"there is no C++ compiler {compiler!r}")
         folder.mkdir(parents=True, exist_ok=True)
+        _logger.warning(
+            "Compiling C++ for %s, once per machine; this takes up to half a minute", self.used_by
+        )
         # Processes may build at the same time, and be killed: each builds in a folder of its own.
         with tempfile.TemporaryDirectory(dir=folder) as build_folder, _ninja_on_path():
             cpp_extension.load(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Hashable
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.knobs import runtime
+from triton.knobs import cache, runtime
 from triton.language import constexpr
 from triton.runtime import driver
+
+LONG_COMPILATION = 1.0  # seconds; a kernel from Triton's cache loads in milliseconds
+_logger = logging.getLogger(__name__)
 
 
 class Launcher:
@@ -51,7 +57,10 @@ class Launcher:
         key = (device, *constants.values(), *_specialization(arguments, self.specialized))
         cached = self.compiled.get(key)
         if cached is None:
+            start = perf_counter()
             compiled = self.kernel[grid](*arguments, **as_constexprs(constants))
+            if perf_counter() - start > LONG_COMPILATION:
+                _log_compilation()
             self.compiled[key] = compiled, [constants[name] for name in self.constants]
             return
         compiled, constant_values = cached
@@ -63,6 +72,14 @@ class Launcher:
             handles = compiled.function, compiled.packed_metadata
             hooks = None, None, None  # metadata, enter and exit
             compiled.run(*grid, stream, *handles, *hooks, *arguments, *constant_values)
+
+
+@functools.cache  # once per process
+def _log_compilation() -> None:
+    _logger.warning(
+        "The first steps are slow while GPU kernels are compiled; Triton caches them in %s",
+        cache.dir,
+    )
 
 
 def _specialization(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashable]:
