@@ -68,7 +68,7 @@ def test_build_errors(missing, tmp_path):
 
 
 def test_is_built_once(tmp_path, with_compiler):
-    """By the first of two threads, which logs it, and without ``ninja`` on the path."""
+    """By the first of two threads, which prints a line, and without ``ninja`` on the path."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("cp", "sh", "which"):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import platform
 import shutil
+import sys
 import tempfile
 import textwrap
 import threading
@@ -20,8 +20,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-
-_logger = logging.getLogger(__name__)
 
 
 class Extension:
@@ -125,9 +123,8 @@ class Extension:
         if shutil.which(compiler.partition(" ")[0]) is None:
             raise RuntimeError(f"there is no C++ compiler {compiler!r}")
         folder.mkdir(parents=True, exist_ok=True)
-        _logger.warning(
-            "Compiling C++ for %s, once per machine; this takes up to half a minute", self.used_by
-        )
+        message = f"Compiling C++ for {self.used_by}, once per machine; this takes half a minute"
+        print(message, file=sys.stderr, flush=True)
         # Processes may build at the same time, and be killed: each builds in a folder of its own.
         with tempfile.TemporaryDirectory(dir=folder) as build_folder, _ninja_on_path():
             cpp_extension.load(

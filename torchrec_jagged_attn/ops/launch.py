@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
+import sys
 from collections.abc import Hashable
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,6 @@ from triton.language import constexpr
 from triton.runtime import driver
 
 LONG_COMPILATION = 1.0  # seconds; a kernel from Triton's cache loads in milliseconds
-_logger = logging.getLogger(__name__)
 
 
 class Launcher:
@@ -60,7 +59,7 @@ class Launcher:
             start = perf_counter()
             compiled = self.kernel[grid](*arguments, **as_constexprs(constants))
             if perf_counter() - start > LONG_COMPILATION:
-                _log_compilation()
+                _print_compilation()
             self.compiled[key] = compiled, [constants[name] for name in self.constants]
             return
         compiled, constant_values = cached
@@ -75,11 +74,9 @@ class Launcher:
 
 
 @functools.cache  # once per process
-def _log_compilation() -> None:
-    _logger.warning(
-        "The first steps are slow while GPU kernels are compiled; Triton caches them in %s",
-        cache.dir,
-    )
+def _print_compilation() -> None:
+    message = "The first steps are slow while GPU kernels are compiled; Triton caches them in"
+    print(message, cache.dir, file=sys.stderr, flush=True)
 
 
 def _specialization(arguments: tuple[Any, ...], specialized: list[bool]) -> list[Hashable]:
