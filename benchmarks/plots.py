@@ -21,9 +21,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 from cycler import cycler
 from end_to_end_cases import GPUS, SHARDINGS, step_case
-from figures import NO_MEMORY, RESULTS, Cell, Figures, files_of, parsed
+from figures import NO_MEMORY, RESULTS, Figures, files_of, parsed
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from specs import GRAPH_PROVIDERS, LOGS, MEANS, OPS, POOLINGS, STEP_PROVIDERS
 
@@ -52,7 +51,6 @@ LOOK: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "",  # the same file each time
 }
-NEWEST = 50  # events of which ``attention_weights.py`` writes the weights
 MODES = {"forward": "forward", "both": "forward and backward"}
 
 
@@ -251,28 +249,6 @@ def quality(figures: Figures, figure: Figure) -> None:
     figure.axes[0].invert_yaxis()
 
 
-def attention_weights(figures: Figures, figure: Figure) -> None:
-    """The weights of one user's newest events for two candidates, by head."""
-    titles = {"taken": "the film that the user rated next", "other": "another film"}
-    axes = figure.subplots(len(titles), 1, sharex=True)
-    for ax, (case, title) in zip(axes, titles.items(), strict=True):
-        heads = [
-            [
-                _float(figures.find(Cell(case, head, "test", f"{age} newer events", "weight")))
-                for age in range(NEWEST)
-            ]
-            for head in figures.providers
-        ]
-        # On a log scale: the newest events have most of the weight.
-        mesh = ax.pcolormesh(heads, norm=LogNorm(1e-3, 1, clip=True), edgecolor="face")
-        ax.set(title=title, ylabel="head")
-        ax.set_yticks(
-            [n + 0.5 for n in range(len(heads))], [x.split()[1] for x in figures.providers]
-        )
-    axes[-1].set(xlabel="number of newer events", xlim=(NEWEST, 0))
-    figure.colorbar(mesh, ax=[*axes], label="weight")
-
-
 class Plot(NamedTuple):
     """A plot of the documents.
 
@@ -316,7 +292,6 @@ PLOTS = (
         end_to_end_quality, ("end_to_end_quality",), (9, 6), "One function, computed in three ways"
     ),
     Plot(quality, ("quality",), (10, 3), "AUC by pooling, all tuned alike"),
-    Plot(attention_weights, ("attention_weights",), (9, 3.5), "Attention weights of one user"),
     Plot(figure2, ("figure2",), (9, 4), "Jagged Flash Attention by length"),
     Plot(table1, ("table1", "paper"), (9, 4), "The six feature-interaction ops"),
     Plot(roofline, SUITES, (9, 7), "Share of the roofline", by_suite=True),

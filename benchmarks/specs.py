@@ -316,6 +316,21 @@ MODEL_TABLES = {
         ours="sum",
         mode="step",
     ),
+    "step_time": Table(
+        "events per history | samples per GPU | GPUs",
+        {
+            f"{n:,} | {batch:,} | {gpus}": step_case(n, gpus, SHARDINGS[0])
+            for n, batch in ((200, 4096), (1000, 2048), (4000, 512))
+            for gpus in GPUS
+        },
+        lines(
+            "sum pooling, `TrainPipelineSparseDist` = {sum time}",
+            "sum pooling, `TrainPipelineCudaGraph` = {sum-graph time}",
+            "attention, `TrainPipelineCudaGraph` = {ours-graph time}",
+        ),
+        results=("end_to_end_graphs",),
+        mode="step",
+    ),
     "end_to_end_sent": by_gpus("{* sent}, {* sent_by_length}, {* sent_rows}"),
     "end_to_end_ways": Table(
         "on two GPUs",
@@ -367,6 +382,15 @@ MODEL_TABLES = {
                 for metric, head in (("auc", "AUC"), ("ahead", "difference to recency"))
             )
         ),
+        mode="test",
+    ),
+    "auc": Table(
+        "pooling of the history",
+        {label: name for name, label in POOLINGS.items() if name != "din"},
+        lines(
+            *(f"{words} = {{* auc @{log}}} ± {{* auc_se @{log}}}" for log, words in LOGS.items())
+        ),
+        results=("quality",),
         mode="test",
     ),
     "event_selection": Table(
