@@ -348,9 +348,12 @@ def test_lengths_of_histories_with_several_batch_sizes():
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_an_optimizer_in_backward_of_attentions_is_refused(is_compiled):
+    """Also if it is attached to parameters that were replaced."""
     scenario = SCENARIOS["nothing-else"]
     collection = make_collection(scenario)
-    apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
+    attention = collection.pooling.attentions[0]
+    attention.q_proj_weight = torch.nn.Parameter(attention.q_proj_weight.detach())
+    apply_optimizer_in_backward(torch.optim.SGD, [attention.q_proj_weight], {"lr": 0.1})
     if is_compiled:
         collection = torch.compile(collection, backend="eager")
     with pytest.raises(

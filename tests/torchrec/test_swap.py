@@ -71,7 +71,7 @@ def train(
             losses.append(loss.detach())
             loss.backward()
     still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
-    lookups = collection_of(model)._lookups()
+    lookups = collection_of(model)._lookup_modules()
     replicated = {
         name: p.detach().clone()
         for name, p in model.named_parameters()
@@ -85,27 +85,28 @@ def train(
     }
 
 
-def whole_sparse_arch(device: torch.device, made_on: torch.device | None = None) -> dict[str, Any]:
+def whole_sparse_arch(
+    device: torch.device, optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad
+) -> dict[str, Any]:
     """As in TorchRec's example, whose optimizer also gets the attention weights."""
     return train(
         device,
-        make_model(made_on or device),
-        torch.optim.Adagrad,
+        make_model(device),
+        optimizer,
         parameters=lambda model: model.model.sparse_arch.parameters(),
     )
 
 
-# DistributedModelParallel makes dense weights on meta anew, which then have no optimizer.
 TRAINED: dict[str, Callable[[torch.device], dict[str, Any]]] = {
     "from meta": lambda device: train(device, make_model(META), sharders=[BAGS, SEQUENCES]),
     "from a real device": lambda device: train(device, make_model(device), torch.optim.Adagrad),
     "all sharders": lambda device: train(device, make_model(META)),
-    "whole sparse arch from meta": lambda device: whole_sparse_arch(device, META),
 }
 
 
 LACK = r"sharders of DistributedModelParallel must include {}Sharder\(\), got no such sharder: w"
 NO_SEQUENCES, NO_BAGS = LACK.format("EmbeddingCollection"), LACK.format("EmbeddingBagCollection")
+WHOLE = r"embedding_parameters\(model\), .*, got pooling\.attentions"
 REFUSED: list[tuple[Callable[[torch.device], Any], type[Exception], str]] = [
     (lambda x: train(x, make_model(META), sharders=[BAGS]), RuntimeError, NO_SEQUENCES),
     (lambda x: train(x, make_attended_model(), sharders=[BAGS]), RuntimeError, NO_SEQUENCES),
@@ -115,7 +116,9 @@ REFUSED: list[tuple[Callable[[torch.device], Any], type[Exception], str]] = [
         NO_SEQUENCES,
     ),
     (lambda x: train(x, make_model(META), sharders=[SEQUENCES]), RuntimeError, NO_BAGS),
-    (whole_sparse_arch, ValueError, r"embedding_parameters\(model\), .*, got pooling\.attentions"),
+    (whole_sparse_arch, ValueError, WHOLE),
+    (lambda _: whole_sparse_arch(META), ValueError, WHOLE),
+    (lambda _: whole_sparse_arch(META, torch.optim.Adagrad), ValueError, WHOLE),
 ]
 
 

@@ -331,9 +331,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 a request time does not have exactly one integer per sample; histories and
                 timestamps of one attention differ in length; timestamps decrease within a history;
                 weights are missing or unexpected; batch sizes vary by feature without
-                ``inverse_indices``; or, in the first batch, weights of attentions have an optimizer
-                in backward. Numbers of rows are always checked; ids, lengths of samples and the
-                order of timestamps on CPU, and on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
+                ``inverse_indices``; or weights of attentions have an optimizer in backward. Numbers
+                of rows are always checked; ids, lengths of samples and the order of timestamps on
+                CPU, and on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
             NotImplementedError: batch sizes vary by feature, and tables are not sharded, or pooled
                 in bf16 on a GPU.
             RuntimeError: ``DistributedModelParallel`` has no sharder of some tables.
@@ -341,7 +341,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         features = maybe_td_to_kjt(features)
         keep_dtype = is_empty = False
         if not is_scripting():
-            lookups = self._lookups()
+            lookups = self._lookup_modules()
             check_optimizers(self.pooling)
             is_sharded = prepare_lookups(lookups)
             features = set_meta_lengths(features)
@@ -380,7 +380,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize all parameters: tables by ``init_fn``, attentions by ``init``."""
         children_first = reversed(list(self.pooling.modules()))
-        for module in (*self._lookups(), *children_first):
+        for module in (*self._lookup_modules(), *children_first):
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
@@ -400,7 +400,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         table with one row for each history of codes.
         """
         types = {}
-        for lookup in self._lookups():
+        for lookup in self._lookup_modules():
             for name in ("embedding_configs", "embedding_bag_configs"):
                 configs = getattr(lookup, name, list)()  # sharded modules for training have neither
                 types |= {config.name: config.data_type for config in configs}
@@ -426,11 +426,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device of the tables."""
-        modules = (*self._lookups(), self.pooling)  # a rank may store no rows
+        modules = (*self._lookup_modules(), self.pooling)  # a rank may store no rows
         tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
         return next(tensors).device
 
-    def _lookups(self) -> list[nn.Module]:
+    def _lookup_modules(self) -> list[nn.Module]:
         bags = self.embedding_bag_collection
         return [*self.embedding_collections.values(), *([] if bags is None else [bags])]
 

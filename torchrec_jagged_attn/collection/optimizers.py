@@ -1,10 +1,16 @@
-"""The parameters of embedding tables, and a check of their optimizers."""
+"""The parameters of embedding tables, and checks of the optimizers of attention weights."""
 
+import functools
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -12,6 +18,11 @@ from torchrec_jagged_attn.base.checks import check_module
 
 # Modules that ``check_optimizers`` has checked.
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Modules that are trained, until it is known whether an optimizer changes their weights.
+_watched: weakref.WeakKeyDictionary[nn.Module, "_Weights | None"] = weakref.WeakKeyDictionary()
+
+NUM_WATCHED_STEPS = 3
+"""Number of steps of one optimizer after which weights that never changed cause a warning."""
 
 
 def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -52,17 +63,92 @@ def embedding_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return iter(weights)
 
 
-def check_optimizers(pooling: nn.Module) -> None:
-    """Check that no weight of ``pooling`` has an optimizer in backward. Checks a module once."""
-    is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and pooling in _checked:
+def refuse_optimizers_in_backward(pooling: nn.Module) -> None:
+    """Let ``apply_optimizer_in_backward`` raise an error for the weights of ``pooling``.
+
+    It calls ``view_as`` of each parameter first. Later would be too late: RowWiseAdagrad fails on
+    biases, and ``DistributedModelParallel`` drops the optimizers of weights on the meta device.
+    """
+    if pooling in _checked:
         return
     for name, parameter in pooling.named_parameters():
-        if hasattr(parameter, "_in_backward_optimizers"):
-            raise ValueError(
-                "apply_optimizer_in_backward must get embedding_parameters(model), the weights of "
-                f"tables alone, got pooling.{name}, which belongs to the optimizer of the dense "
-                "layers"
-            )
-    if not is_compiling:
-        _checked.add(pooling)
+        parameter.view_as = functools.partial(_refuse_optimizer, name)  # pyright: ignore
+
+
+def _refuse_optimizer(name: str, _: object = None) -> NoReturn:
+    raise ValueError(
+        "apply_optimizer_in_backward must get embedding_parameters(model), the weights of tables "
+        f"alone, got pooling.{name}, an attention weight, which belongs to the optimizer of the "
+        "dense layers"
+    )
+
+
+def check_optimizers(pooling: nn.Module) -> None:
+    """Check that no weight of ``pooling`` has an optimizer in backward, once. In training, warn if
+    no optimizer updates the weights.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling or pooling not in _checked:
+        for name, parameter in pooling.named_parameters():
+            if hasattr(parameter, "_in_backward_optimizers"):
+                _refuse_optimizer(name)
+            if not is_compiling:
+                vars(parameter).pop("view_as", None)
+        if not is_compiling:
+            _checked.add(pooling)
+    is_training = not is_compiling and pooling.training and torch.is_grad_enabled()
+    if is_training and pooling not in _watched:
+        _watched[pooling] = _Weights(pooling)
+        _register_hook()
+
+
+class _Weights:
+    """The weights of a module at its first training step, and how often optimizers stepped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.before = {x: (p._version, p.detach().clone()) for x, p in module.named_parameters()}
+        self.steps = Counter[int]()  # by the id of the optimizer
+
+
+@functools.cache
+def _register_hook() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for module, weights in list(_watched.items()):
+        if weights is not None and _is_decided(module, weights, optimizer):
+            _watched[module] = None
+
+
+def _is_decided(module: nn.Module, weights: _Weights, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all weights changed. Warn if some have a gradient and did not change after
+    ``NUM_WATCHED_STEPS`` steps of ``optimizer``.
+    """
+    unchanged = {
+        name: p
+        for name, p in module.named_parameters()
+        if weights.before.get(name, (None,))[0] == p._version and not isinstance(p, DTensor)
+    }
+    if not unchanged:
+        return True
+    weights.steps[id(optimizer)] += any(p.grad is not None for p in unchanged.values())
+    if weights.steps[id(optimizer)] < NUM_WATCHED_STEPS:
+        return False
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    # Only weights with a gradient, and not all optimizers that change values count a version.
+    names = [
+        name
+        for name, p in unchanged.items()
+        if p.grad is not None and torch.equal(p.detach(), weights.before[name][1])
+    ]
+    if names:
+        warnings.warn(
+            f"{len(names)} of {len(weights.before)} attention weights, such as pooling.{names[0]}, "
+            f"have gradients but did not change in {NUM_WATCHED_STEPS} steps of "
+            f"{type(optimizer).__name__}: give them to the optimizer of the dense layers, which "
+            "must get all parameters of the model but embedding_parameters(model)",
+            stacklevel=2,
+        )
+    return True

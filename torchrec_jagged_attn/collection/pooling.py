@@ -2,7 +2,8 @@
 
 # torch.jit.script reads annotations, so they must not be strings.
 import itertools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torchrec_jagged_attn.collection.batch_checks import (
     read_feature,
 )
 from torchrec_jagged_attn.collection.config import TargetAttentionConfig, find_features
+from torchrec_jagged_attn.collection.optimizers import refuse_optimizers_in_backward
 from torchrec_jagged_attn.collection.requests import repeat_per_candidate
 from torchrec_jagged_attn.collection.sharding.padding import PaddedJaggedTensor
 from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
@@ -183,6 +185,16 @@ class TargetAttentionPooling(nn.Module):
             )
             for config, attention in zip(attentions, self._attentions, strict=True)
         )
+        refuse_optimizers_in_backward(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        refuse_optimizers_in_backward(self)  # parameters may be new
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, too
+        super().__setstate__(state)
+        refuse_optimizers_in_backward(self)
 
     def forward(
         self,
