@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.global_settings import set_propogate_device
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.fx import Tracer
+from torchrec.fx import Tracer, symbolic_trace
 from torchrec.inference.modules import (
     assign_weights_to_tbe,
     get_table_to_weights_from_tbe,
@@ -19,7 +19,8 @@ from torchrec.inference.modules import (
 from torchrec.modules.embedding_configs import DataType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.collection.scenarios import table
+from tests.collection.scenarios import SCENARIOS, make_collection, table, to_features
+from tests.collection.scenarios import make_batch as make_scenario_batch
 from tests.torchrec.two_ranks import (
     FEATURES,
     NUM_IDS,
@@ -165,6 +166,30 @@ def test_traced_and_scripted(tables: str, device: torch.device, tmp_path: Path):
     assert_equal(traced, scorer, device)
     torch.jit.save(torch.jit.script(traced), tmp_path / "scorer.pt")
     assert_equal(torch.jit.load(tmp_path / "scorer.pt"), scorer, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_quantized"),
+    [
+        *((x, False) for x in SCENARIOS),
+        *((x, True) for x in ("shared-table", "weighted", "projected")),
+    ],
+)
+@torch.no_grad()
+def test_options_traced_and_scripted(name: str, is_quantized: bool):
+    """As TorchRec's inference does, with no leaf of the tracer."""
+    scenario = SCENARIOS[name]
+    collection = nn.ModuleDict({"collection": make_collection(scenario).eval()})
+    if is_quantized:
+        quantize_inference_model(collection)
+    batches = [
+        to_features(make_scenario_batch(scenario, lengths, seed), is_weighted=scenario.is_weighted)
+        for seed, lengths in enumerate([[2, 0, 3], [1, 4]])
+    ]
+    expected = [collection["collection"](batch).values() for batch in batches]
+    scripted = torch.jit.script(symbolic_trace(collection["collection"]))
+    for batch, values in zip(batches, expected, strict=True):
+        assert torch.equal(scripted(batch).values(), values)
 
 
 def test_sharded_for_inference(device: torch.device):

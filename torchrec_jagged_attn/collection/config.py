@@ -325,7 +325,7 @@ def keys_of_history(config: TargetAttentionConfig, tables: list[EmbeddingBagConf
     return keys if config.timestamps is None else [*keys, config.timestamps]
 
 
-def keys_without_tables(attentions: list[TargetAttentionConfig]) -> dict[str, str]:
+def keys_without_tables(attentions: list[TargetAttentionConfig]) -> tuple[list[str], list[str]]:
     """Return keys of a batch that are not looked up, and the argument that names each."""
     times = {
         getattr(config, name): name
@@ -334,7 +334,8 @@ def keys_without_tables(attentions: list[TargetAttentionConfig]) -> dict[str, st
         if getattr(config, name) is not None
     }
     codes = [name for config in attentions for name in code_histories(config)]
-    return times | dict.fromkeys(codes, "history_codes")
+    arguments = times | dict.fromkeys(codes, "history_codes")
+    return [*arguments], [*arguments.values()]
 
 
 def keys_of_candidates(

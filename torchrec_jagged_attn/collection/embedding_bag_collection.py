@@ -207,7 +207,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             for name in table.feature_names
             if table.data_type == DataType.FP32
         ]
-        self._others = keys_without_tables(attentions)
+        # Lists: torch.jit.script cannot infer the type of an empty dict in an FX graph.
+        self._others, self._arguments = keys_without_tables(attentions)
         self._num_embeddings: dict[str, int] = {}
         for table in tables:
             # All ids are valid in a virtual table.
@@ -349,6 +350,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 features,
                 self._num_embeddings,
                 self._others,
+                self._arguments,
                 self._is_weighted,
                 self._weights_fp32,
                 is_sharded,
@@ -444,13 +446,15 @@ def _table_config(table: EmbeddingBagConfig) -> HistoryTableConfig:
 def _check_features(
     features: KeyedJaggedTensor,
     num_embeddings: dict[str, int],
-    others: dict[str, str],
+    others: list[str],
+    arguments: list[str],
     is_weighted: bool,
     weights_fp32: list[str],
     is_sharded: bool,
 ) -> None:
     if not is_scripting():  # FX graphs that call this function can be scripted
-        check_features(features, num_embeddings, others, is_weighted, is_sharded)
+        others_by_key = dict(zip(others, arguments, strict=True))
+        check_features(features, num_embeddings, others_by_key, is_weighted, is_sharded)
         if is_weighted and weights_fp32 and not is_sharded:
             dtype = features.weights().dtype
             if dtype != torch.float32:
