@@ -30,6 +30,7 @@ from torchrec.distributed.types import (
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
+    ShardingEnv2D,
     ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -460,8 +461,8 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
             partial results, and history rows that are sent are not encoded.
 
     Raises:
-        NotImplementedError: a table of histories is sharded by column, or codecs encode several
-            rows together.
+        NotImplementedError: a table of histories is sharded by column, codecs encode several rows
+            together, or the model is in a DMPCollection.
     """
 
     def __init__(
@@ -483,6 +484,12 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         is_replicated = kinds == {ShardingType.DATA_PARALLEL.value}
         if not histories_in(module) or env.world_size == 1 or is_replicated:
             return super().shard(module, params, env, device, module_fqn)
+        if isinstance(env, ShardingEnv2D):
+            raise NotImplementedError(
+                "HistoryEmbeddingCollectionSharder must be in the sharders of a "
+                "DistributedModelParallel, got a DMPCollection (2D parallelism): give it an "
+                "EmbeddingCollectionSharder"
+            )
         for config in module.embedding_configs():
             kind = params[config.name].sharding_type
             if kind not in SHARDING_TYPES:
