@@ -1,5 +1,6 @@
 """Inference with a trained DLRM: quantized, sharded, traced, scripted, exported."""
 
+import copy
 import functools
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from torchrec.inference.modules import (
     get_table_to_weights_from_tbe,
     quantize_embeddings,
     quantize_inference_model,
+    set_pruning_data,
     shard_quant_model,
 )
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.collection.scenarios import SCENARIOS, make_collection, table, to_features
@@ -118,10 +121,10 @@ def test_quantized_tables(tables: str, device: torch.device):
             assert_same_run(quantized(*batch), expected(*batch), **terms)
 
 
-def make_quantizable() -> TargetAttentionEmbeddingBagCollection:
+def make_quantizable(has_bags: bool = True) -> TargetAttentionEmbeddingBagCollection:
     tables = [table("t1", "item", "hist"), table("t2", "user")]
     return TargetAttentionEmbeddingBagCollection(
-        tables, TargetAttentionConfig("item", "hist")
+        tables[: 1 + has_bags], TargetAttentionConfig("item", "hist")
     ).eval()
 
 
@@ -141,16 +144,35 @@ def test_quantized_output_dtype(output_dtype: torch.dtype):
     assert [table.data_type for table in tables] == [DataType.FP16, DataType.INT8]
 
 
-def test_unquantized_sequences_are_refused():
-    model = nn.Sequential(make_quantizable())
-    quantize_embeddings(model, dtype=torch.int8, inplace=True)  # of bags alone, by default
+@pytest.mark.parametrize("has_bags", [False, True])
+def test_unquantized_sequences_are_refused(has_bags: bool):
+    model = nn.Sequential(make_quantizable(has_bags))
+    model = quantize_embeddings(model, dtype=torch.int8, inplace=False)  # of bags alone, by default
     tables = model[0].embedding_bag_configs()
-    assert [table.data_type for table in tables] == [DataType.FP32, DataType.INT8]
+    expected = [DataType.FP32, DataType.INT8]
+    assert [table.data_type for table in tables] == expected[: 1 + has_bags]
     features = KeyedJaggedTensor(
         ["item", "hist", "user"], torch.arange(3), lengths=torch.tensor([1] * 3)
     )
     with pytest.raises(RuntimeError, match="additional_qconfig_spec_keys"):
         model(features)
+
+
+@pytest.mark.parametrize("has_bags", [False, True])
+@pytest.mark.parametrize("types", [None, [EmbeddingCollection]])
+def test_pruned_sequences_are_refused(has_bags: bool, types: list[type] | None):
+    model = copy.deepcopy(nn.Sequential(make_quantizable(has_bags)))
+    set_pruning_data(model, {"t1": 20, "other": 3}, types)
+    with pytest.raises(NotImplementedError, match=r"alone, since .*, got \['t1'\]"):
+        quantize_inference_model(model)
+
+
+def test_pruned_bags():
+    model = nn.Sequential(make_quantizable())
+    set_pruning_data(model, {"t2": 20})
+    quantize_inference_model(model)
+    tables = model[0].embedding_bag_configs()
+    assert [table.num_embeddings_post_pruning for table in tables] == [None, 20]
 
 
 def trace(model: nn.Module) -> torch.fx.GraphModule:

@@ -24,5 +24,5 @@ def test_owner_side_attention_is_refused():
     env.world_size = 2
     lookup = collection_of(make_model()).embedding_collections["8"]
     params = {x.name: SimpleNamespace(sharding_type="row_wise") for x in lookup.embedding_configs()}
-    with pytest.raises(NotImplementedError, match="got a DMPCollection .* EmbeddingCollectionSh"):
+    with pytest.raises(NotImplementedError, match=r"got a DMPCollection .* EmbeddingCollectionSh"):
         HistoryEmbeddingCollectionSharder().shard(lookup, cast("Any", params), env)

@@ -35,7 +35,11 @@ from torchrec_jagged_attn.collection.optimizers import check_optimizers
 from torchrec_jagged_attn.collection.pooling import TargetAttentionPooling
 from torchrec_jagged_attn.collection.sharding.lookup_rows import take_rows
 from torchrec_jagged_attn.collection.sharding.tables import HistoryTableConfig, set_histories
-from torchrec_jagged_attn.collection.sharding.torchrec_fixes import check_quantized, prepare_lookups
+from torchrec_jagged_attn.collection.sharding.torchrec_fixes import (
+    check_quantized,
+    prepare_lookups,
+    refuse_pruning,
+)
 from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
 
 NO_BOUND = torch.iinfo(torch.int64).max
@@ -142,6 +146,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     """
 
     __jit_unused_properties__ = ["device"]  # noqa: RUF012 (scripting reads a list)
+    __jit_ignored_attributes__ = ["_no_bags"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -227,9 +232,10 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             for width, same_width in by_width.items()
         }
         self.embedding_collections = nn.ModuleDict(lookups)
-        self.embedding_bag_collection = (
-            EmbeddingBagCollection(bag_tables, is_weighted, device) if bag_tables else None
-        )
+        bags = EmbeddingBagCollection(bag_tables, is_weighted, device)
+        self.embedding_bag_collection = bags if bag_tables else None
+        # Quantized and pruned with all others by TorchRec, which shows what it was told to do.
+        self._no_bags = None if bag_tables else bags
         self._tables_of_codes = [
             EmbeddingBagConfig(
                 name=config.histories[0],
@@ -260,6 +266,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
             strict=True,
         ):
             set_histories(lookup, histories, fixed_rows)
+            refuse_pruning(lookup, bags)
             self._by_index.append({name: x.key for name, x in histories.items() if x.is_local})
 
     @classmethod
@@ -355,7 +362,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 self._weights_fp32,
                 is_sharded,
             )
-            keep_dtype = check_quantized(lookups)
+            keep_dtype = check_quantized(lookups, self._no_bags)
         if self.history_truncation is not None:
             features = self.history_truncation(features)
         padded = features
@@ -398,18 +405,19 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         return keys
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Return the configurations of all tables, with their current data types, followed by a
-        table with one row for each history of codes.
+        """Return the configurations of all tables, with their current data types and numbers of
+        rows after pruning, followed by a table with one row for each history of codes.
         """
-        types = {}
+        current = {}
         for lookup in self._lookup_modules():
             for name in ("embedding_configs", "embedding_bag_configs"):
                 configs = getattr(lookup, name, list)()  # sharded modules for training have neither
-                types |= {config.name: config.data_type for config in configs}
-        tables = [
-            dataclasses.replace(table, data_type=types.get(table.name, table.data_type))
-            for table in self._tables
-        ]
+                current |= {config.name: config for config in configs}
+        tables = []
+        for table in self._tables:
+            config = current.get(table.name, table)
+            changes = {x: getattr(config, x) for x in ("data_type", "num_embeddings_post_pruning")}
+            tables.append(dataclasses.replace(table, **changes))
         return tables + self._tables_of_codes
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

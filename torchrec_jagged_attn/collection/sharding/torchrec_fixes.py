@@ -13,12 +13,15 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.quant import embedding_modules as quantized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
+
+PRUNING_DATA = quantized.MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT
 
 QUANTIZED = (
     quantized.EmbeddingBagCollection,
@@ -107,17 +110,40 @@ def _input_dist(lookup: ShardedEmbeddingCollection, ctx: Any, features: Any) -> 
     return ShardedEmbeddingCollection.input_dist(lookup, ctx, features)
 
 
-def check_quantized(lookups: list[nn.Module]) -> bool:
-    """Return whether ``lookups`` are quantized: all or none of them must be."""
+def check_quantized(lookups: list[nn.Module], no_bags: nn.Module | None) -> bool:
+    """Return whether ``lookups`` are quantized: all or none of them must be.
+
+    ``no_bags`` is an EmbeddingBagCollection without tables, if ``lookups`` contain none.
+    """
     are_quantized = [isinstance(lookup, QUANTIZED) for lookup in lookups]
-    if any(are_quantized) and not all(are_quantized):
+    any_quantized = any(are_quantized) or isinstance(no_bags, QUANTIZED)
+    if any_quantized and not all(are_quantized):
         raise RuntimeError(
-            "quantize_embeddings must quantize EmbeddingCollections, too, got only the "
-            "EmbeddingBagCollection quantized: give it additional_qconfig_spec_keys="
-            "[EmbeddingCollection] and additional_mapping={EmbeddingCollection: "
-            "torchrec.quant.EmbeddingCollection}, as quantize_inference_model does"
+            "quantize_embeddings must quantize EmbeddingCollections, too, which contain the tables "
+            "of targets and histories, got only EmbeddingBagCollections quantized: give it "
+            "additional_qconfig_spec_keys=[EmbeddingCollection] and additional_mapping="
+            "{EmbeddingCollection: torchrec.quant.EmbeddingCollection}, or call "
+            "quantize_inference_model"
         )
     return all(are_quantized)
+
+
+def refuse_pruning(lookup: EmbeddingCollection, bags: EmbeddingBagCollection) -> None:
+    """Let the quantization of ``lookup`` raise an error if its tables have pruning data.
+
+    TorchRec prunes only EmbeddingBagCollections. It reads the state dict while it quantizes.
+    """
+    lookup.register_state_dict_pre_hook(functools.partial(_check_pruning, bags))
+
+
+def _check_pruning(bags: nn.Module, lookup: EmbeddingCollection, *_: Any) -> None:
+    pruned = {x for module in (bags, lookup) for x in getattr(module, PRUNING_DATA, ())}
+    if names := sorted(pruned.intersection(x.name for x in lookup.embedding_configs())):
+        raise NotImplementedError(
+            "set_pruning_data must name tables of embedding_bag_collection alone, since TorchRec "
+            f"prunes no EmbeddingCollection, got {names}, which targets or histories read: remove "
+            "them from tables_to_rows_post_pruning"
+        )
 
 
 def _shorten_bags(collection: nn.Module) -> None:
