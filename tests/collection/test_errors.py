@@ -9,6 +9,11 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
 from torchrec.modules.embedding_configs import EmbeddingConfig, PoolingType
+from torchrec.modules.feature_processor_ import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -308,7 +313,11 @@ def test_weights_of_a_history_are_named_by_its_key(weight: float):
 @pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
-        ("weighted", torch.float64, r"weights of \['user'\] must be torch.float32, got .*float64"),
+        (
+            "weighted",
+            torch.float64,
+            r"weights of \['user'\] must be torch.float32 .* got .*float64",
+        ),
         ("nothing-else", torch.int64, "weights of history 'hist' must be one of float32, .*int64"),
         ("nothing-else", torch.float64, None),
     ],
@@ -325,6 +334,21 @@ def test_dtypes_of_weights_are_refused_by_key(name: str, dtype: torch.dtype, mes
     else:
         with pytest.raises(TypeError, match=message):
             collection(features)
+
+
+def test_weights_have_the_dtype_of_converted_tables():
+    scenario = SCENARIOS["weighted"]
+    collection = make_collection(scenario)
+    features = to_features(make_batch(scenario, [2, 0, 3]), is_weighted=True)
+    expected = collection(features).values()
+    with pytest.raises(TypeError, match=r"\['user'\] must be torch.float64 .* got torch.float32"):
+        collection.double()(features)
+    features = KeyedJaggedTensor(
+        features.keys(), features.values(), features.weights().double(), lengths=features.lengths()
+    )
+    values = collection(features).values()
+    assert values.dtype == torch.float64
+    torch.testing.assert_close(values.float(), expected)
 
 
 def test_lengths_of_histories_with_several_batch_sizes():
@@ -397,6 +421,19 @@ def test_pooled_dtype_that_fbgemm_cannot_copy(said, error, message):
 
     with pytest.raises(error, match=message):
         collection(features)
+
+
+@pytest.mark.parametrize("is_collection", [False, True])
+def test_wrappers_that_process_features_are_refused(is_collection: bool):
+    """When they are made: TorchRec's planner would fail on one rank, others would wait."""
+    collection = make_collection(SCENARIOS["weighted"])
+    names = [name for config in SCENARIOS["weighted"].tables for name in config.feature_names]
+    processors = {name: PositionWeightedModule(5) for name in names}
+    if is_collection:
+        processors = PositionWeightedModuleCollection(dict.fromkeys(names, 5))
+    with pytest.raises(NotImplementedError, match=r"call collection\(feature_processors\("):
+        FeatureProcessedEmbeddingBagCollection(collection, processors)
+    assert collection.is_weighted()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,16 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.collection.scenarios import ITEM, PAIR
-from tests.torchrec.two_ranks import CPU, NUM_STEPS, batches, collection_of, make_model, run_ranks
+from tests.torchrec.two_ranks import (
+    CPU,
+    NUM_STEPS,
+    batches,
+    collection_of,
+    make_batch,
+    make_model,
+    optimize_tables,
+    run_ranks,
+)
 from torchrec_jagged_attn import (
     TargetAttentionEmbeddingBagCollection,
     embedding_parameters,
@@ -104,6 +113,16 @@ TRAINED: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 }
 
 
+def weights_with_a_gradient(device: torch.device) -> None:
+    """As feature processors give, but sharded bags have no gradient for them."""
+    model = make_model(device, is_weighted=True)
+    optimize_tables(model)
+    sharded = DistributedModelParallel(model, device=device)
+    features = make_batch(0, 0, is_weighted=True).to(device).sparse_features
+    features.weights().requires_grad_()
+    collection_of(sharded)(features)
+
+
 LACK = r"sharders of DistributedModelParallel must include {}Sharder\(\), got no such sharder: w"
 NO_SEQUENCES, NO_BAGS = LACK.format("EmbeddingCollection"), LACK.format("EmbeddingBagCollection")
 WHOLE = r"embedding_parameters\(model\), .*, got pooling\.attentions"
@@ -117,6 +136,7 @@ REFUSED: list[tuple[Callable[[torch.device], Any], type[Exception], str]] = [
     ),
     (lambda x: train(x, make_model(META), sharders=[SEQUENCES]), RuntimeError, NO_BAGS),
     (whole_sparse_arch, ValueError, WHOLE),
+    (weights_with_a_gradient, NotImplementedError, "must require no gradient, .*single_lookup"),
     (lambda _: whole_sparse_arch(META), ValueError, WHOLE),
     (lambda _: whole_sparse_arch(META, torch.optim.Adagrad), ValueError, WHOLE),
 ]

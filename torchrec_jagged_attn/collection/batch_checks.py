@@ -144,6 +144,8 @@ def check_features(
     num_embeddings: dict[str, int],
     others: dict[str, str],
     is_weighted: bool,
+    bag_features: list[str],
+    bag_dtype: torch.dtype,
     is_sharded: bool,
 ) -> None:
     """Check the batch of a collection.
@@ -152,6 +154,7 @@ def check_features(
         features: the batch.
         num_embeddings: keys that are looked up, and the numbers of rows of their tables.
         others: keys that are not looked up, and the arguments that name them.
+        bag_features, bag_dtype: keys and dtype of the tables of the EmbeddingBagCollection.
         is_weighted, is_sharded: of the collection.
     """
     if isinstance(features, PaddedFeatures):  # its batch was checked before padding
@@ -177,6 +180,8 @@ def check_features(
             "features must have no weights unless is_weighted=True, got a weighted "
             "KeyedJaggedTensor"
         )
+    if is_weighted and bag_features:
+        _check_bag_weights(features.weights(), bag_features, bag_dtype, is_sharded)
     if features.variable_stride_per_key():
         if not is_sharded:
             raise NotImplementedError(
@@ -213,6 +218,21 @@ def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> N
                 f"ids of {key!r} must lie in 0…{num_embeddings[key] - 1}, "
                 f"got {least if least < 0 else most}"
             )
+
+
+def _check_bag_weights(
+    weights: torch.Tensor, names: list[str], dtype: torch.dtype, is_sharded: bool
+) -> None:
+    """Check the ``weights`` of a batch for features ``names`` of an EmbeddingBagCollection."""
+    if is_sharded and weights.requires_grad:
+        raise NotImplementedError(
+            f"weights of {names} must require no gradient, since TorchRec's sharded lookups of "
+            "embedding_bag_collection have none for them, got some that do: use single_lookup=True "
+            "with tables of one width, or detach the weights"
+        )
+    # Sharded lookups convert weights.
+    if not is_sharded and weights.dtype != dtype:
+        raise TypeError(f"weights of {names} must be {dtype} as their tables, got {weights.dtype}")
 
 
 def check_history_weights(weights: torch.Tensor, name: str) -> None:

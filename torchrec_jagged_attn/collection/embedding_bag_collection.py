@@ -2,14 +2,16 @@
 
 # FX and torch.jit.script read annotations, so they must not be strings.
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -205,13 +207,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self._tables = tables
         self._bag_tables = {table.name for table in bag_tables}
         self._is_weighted = is_weighted
-        # Unsharded lookups of fp32 tables require fp32 weights; sharded lookups convert them.
-        self._weights_fp32 = [
-            name
-            for table in bag_tables
-            for name in table.feature_names
-            if table.data_type == DataType.FP32
-        ]
+        self._bag_features = [name for table in bag_tables for name in table.feature_names]
         # Lists: torch.jit.script cannot infer the type of an empty dict in an FX graph.
         self._others, self._arguments = keys_without_tables(attentions)
         self._num_embeddings: dict[str, int] = {}
@@ -359,7 +355,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 self._others,
                 self._arguments,
                 self._is_weighted,
-                self._weights_fp32,
+                self._bag_features,
+                self._dtype_of_bags(),
                 is_sharded,
             )
             keep_dtype = check_quantized(lookups, self._no_bags)
@@ -431,6 +428,16 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     def is_weighted(self) -> bool:
         """Whether batches have weights."""
+        # Later, TorchRec's planner would fail on one rank, for which the others would wait.
+        if isinstance(
+            sys._getframe(1).f_locals.get("self"), FeatureProcessedEmbeddingBagCollection
+        ):
+            raise NotImplementedError(
+                "FeatureProcessedEmbeddingBagCollection cannot wrap a "
+                "TargetAttentionEmbeddingBagCollection: call collection(feature_processors(features"
+                ")) in a module of your own, see 'Feature processors' in "
+                "docs/how_to/swap_and_migrate.md"
+            )
         return self._is_weighted
 
     @property
@@ -439,6 +446,11 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         modules = (*self._lookup_modules(), self.pooling)  # a rank may store no rows
         tensors = (x for module in modules for x in (*module.parameters(), *module.buffers()))
         return next(tensors).device
+
+    def _dtype_of_bags(self) -> torch.dtype:
+        bags = self.embedding_bag_collection
+        weights = () if bags is None else bags.parameters()  # quantized tables are buffers
+        return next((x.dtype for x in weights), torch.float32)
 
     def _lookup_modules(self) -> list[nn.Module]:
         bags = self.embedding_bag_collection
@@ -457,13 +469,18 @@ def _check_features(
     others: list[str],
     arguments: list[str],
     is_weighted: bool,
-    weights_fp32: list[str],
+    bag_features: list[str],
+    bag_dtype: torch.dtype,
     is_sharded: bool,
 ) -> None:
     if not is_scripting():  # FX graphs that call this function can be scripted
         others_by_key = dict(zip(others, arguments, strict=True))
-        check_features(features, num_embeddings, others_by_key, is_weighted, is_sharded)
-        if is_weighted and weights_fp32 and not is_sharded:
-            dtype = features.weights().dtype
-            if dtype != torch.float32:
-                raise TypeError(f"weights of {weights_fp32} must be torch.float32, got {dtype}")
+        check_features(
+            features,
+            num_embeddings,
+            others_by_key,
+            is_weighted,
+            bag_features,
+            bag_dtype,
+            is_sharded,
+        )
