@@ -1,5 +1,6 @@
 """The collection in one process, against nn.MultiheadAttention and nn.EmbeddingBag."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -427,6 +428,22 @@ def test_gradients_of_weights():
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(features.values().numel(), dtype=torch.float64, generator=generator) + 0.5
     torch.autograd.gradcheck(pooled, weights.requires_grad_())
+
+
+@pytest.mark.parametrize("is_context", [False, True])
+def test_reset_parameters_of_empty_tables(is_context: bool):
+    scenario, meta = SCENARIOS["shared-table"], torch.device("meta")
+    with meta if is_context else contextlib.nullcontext():
+        collection = TargetAttentionEmbeddingBagCollection(
+            scenario.tables, scenario.attentions, device=None if is_context else meta
+        )
+    collection.to_empty(device=CPU)
+    with torch.no_grad():
+        for parameter in collection.parameters():
+            parameter.fill_(torch.nan)
+    collection.reset_parameters()
+    for name, parameter in collection.named_parameters():
+        assert parameter.isfinite().all(), name
 
 
 def test_reset_parameters_starts_anew():

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from torchrec_jagged_attn.base.devices import implementation, supported_dtypes
 
@@ -179,6 +180,17 @@ def check_device(device: object) -> None:
             raise ValueError(
                 f"device must be one that PyTorch knows, got {device!r}: {error}"
             ) from error
+
+
+def check_not_fsdp(module: torch.nn.Module) -> None:
+    """Check that ``module``, which does not return a tensor, is not sharded by FSDP."""
+    if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
+        name = type(getattr(module, "module", module)).__name__.removeprefix("FSDP")
+        raise NotImplementedError(
+            f"fully_shard must get modules that return tensors, got a {name}, whose gradients "
+            "PyTorch would not reduce: apply it to each of collection.pooling.attentions, or to a "
+            "module around it that returns tensors"
+        )
 
 
 def check_module(value: object, name: str) -> None:

@@ -15,7 +15,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.base.checks import check_bool, check_device
+from torchrec_jagged_attn.base.checks import check_bool, check_device, check_not_fsdp
 from torchrec_jagged_attn.collection.batch_checks import (
     check_features,
     pad_empty_batch,
@@ -339,13 +339,16 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 of rows are always checked; ids, lengths of samples and the order of timestamps on
                 CPU, and on CUDA with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
             NotImplementedError: batch sizes vary by feature, and tables are not sharded, or pooled
-                in bf16 on a GPU.
+                in bf16 on a GPU; weights of sharded bags require a gradient; or ``fully_shard`` was
+                applied to the collection, its ``pooling`` or encoders.
             RuntimeError: ``DistributedModelParallel`` has no sharder of some tables.
         """
         features = maybe_td_to_kjt(features)
         keep_dtype = is_empty = False
         if not is_scripting():
             lookups = self._lookup_modules()
+            for module in (self, self.pooling, *self.pooling.encoders):
+                check_not_fsdp(module)
             check_optimizers(self.pooling)
             is_sharded = prepare_lookups(lookups)
             features = set_meta_lengths(features)
@@ -387,6 +390,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         """Initialize all parameters: tables by ``init_fn``, attentions by ``init``."""
         children_first = reversed(list(self.pooling.modules()))
         for module in (*self._lookup_modules(), *children_first):
+            if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+                # TorchRec's reset_parameters does nothing if they were built on the meta device.
+                module._device = next(module.parameters()).device
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()

@@ -17,6 +17,7 @@ from torchrec_jagged_attn.base.checks import (
     check_embeddings,
     check_float,
     check_int,
+    check_not_fsdp,
     check_number,
     check_offsets_metadata,
     check_same,
@@ -142,7 +143,10 @@ class JaggedSelfAttention(nn.Module):
         Raises:
             TypeError: ``history`` is not a JaggedTensor, or holds ids, not embeddings.
             ValueError: a shape or a device does not fit.
+            NotImplementedError: ``fully_shard`` was applied to this module.
         """
+        if not is_scripting():
+            check_not_fsdp(self)
         return _attend(
             history,
             prior_weights,
@@ -294,6 +298,8 @@ class HistoryEncoderLayer(nn.Module):
         See :meth:`JaggedSelfAttention.forward` for rows behind the last offset,
         ``prior_weights`` and errors.
         """
+        if not is_scripting():
+            check_not_fsdp(self)
         rows, offsets = _rows_and_offsets(history, self.norm1.weight)
         normed = JaggedTensor(self.norm1(rows), offsets=offsets)
         rows = rows + self.dropout(self.self_attn(normed, prior_weights).values())
