@@ -285,3 +285,43 @@ def test_lengths_are_integers():
 def test_candidates_are_jagged():
     with pytest.raises(TypeError, match=r"^candidates must be a JaggedTensor, got a Tensor"):
         package.repeat_per_candidate(ROWS, OFFSETS)
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([ROWS[:4], ROWS[4:]], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: CALLS["target module"]()(QUERY[:, 0], nested()),
+            TypeError,
+            r"give JaggedTensor\(",
+        ),
+        (lambda: CALLS["layer"]()(nested()), TypeError, r"history must .*: give JaggedTensor\("),
+        (lambda: events.select_events(nested(), keep=1), TypeError, "events .*: give JaggedTensor"),
+        (
+            lambda: package.jagged_target_attention(QUERY, nested(), OFFSETS),
+            TypeError,
+            "history must .*: give values",
+        ),
+        (lambda: CALLS["flash"](causal=False, window=2), ValueError, "give causal=True, or window"),
+        (
+            lambda: CALLS["flash"](softcap=3.0),
+            NotImplementedError,
+            "softcap .*: use flex_attention",
+        ),
+        (lambda: CALLS["flash"](score="silu"), NotImplementedError, "score .* JaggedTargetAtt"),
+        (lambda: CALLS["self"](score="silu"), NotImplementedError, "score .* JaggedTargetAtt"),
+        (lambda: CALLS["self"](casual=True), TypeError, "unexpected keyword argument 'casual'"),
+        (
+            lambda: CALLS["select"](scores=torch.full((9,), math.nan)),
+            ValueError,
+            "scores must not be NaN, got one at position 0",
+        ),
+    ],
+)
+def test_errors_name_the_way_out(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

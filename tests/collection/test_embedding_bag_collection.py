@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchrec.fx import symbolic_trace
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -428,6 +429,32 @@ def test_gradients_of_weights():
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(features.values().numel(), dtype=torch.float64, generator=generator) + 0.5
     torch.autograd.gradcheck(pooled, weights.requires_grad_())
+
+
+@pytest.mark.parametrize("is_single_lookup", [False, True])
+def test_without_attention(is_single_lookup: bool):
+    """As an EmbeddingBagCollection."""
+    scenario = SCENARIOS["attended-and-pooled"]
+    bags = EmbeddingBagCollection(scenario.tables)
+    collection = TargetAttentionEmbeddingBagCollection(
+        scenario.tables, [], single_lookup=is_single_lookup, single_id_features="likes"
+    )
+    for name, bag in bags.embedding_bags.items():
+        collection.embedding_bags[name].weight = bag.weight
+    features = to_features(make_batch(scenario, [2, 0, 3]))
+    expected, pooled = bags(features), collection(features)
+    assert pooled.keys() == expected.keys()
+    assert torch.equal(pooled.values(), expected.values())
+    scripted = torch.jit.script(symbolic_trace(collection))
+    assert torch.equal(scripted(features).values(), expected.values())
+
+
+def test_embedding_bags():
+    collection = make_collection(SCENARIOS["side-information"])
+    tables = collection.embedding_bags
+    assert list(tables) == ["t_user", "t_cat", "t_item"]
+    for name, key in collection.table_keys().items():
+        assert tables[name].weight is collection.get_parameter(key)
 
 
 @pytest.mark.parametrize("is_context", [False, True])

@@ -9,11 +9,6 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
 from torchrec.modules.embedding_configs import EmbeddingConfig, PoolingType
-from torchrec.modules.feature_processor_ import (
-    PositionWeightedModule,
-    PositionWeightedModuleCollection,
-)
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -40,6 +35,7 @@ from tests.collection.scenarios import (
 )
 from torchrec_jagged_attn import (
     EncoderConfig,
+    HistoryEmbeddingCollectionSharder,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
 )
@@ -55,7 +51,6 @@ TIMED = pair(timestamps="time")
 REQUEST_TIME = r"request_time must differ from all timestamps and histories, got \['time'\]"
 REFUSED = [
     ([], [PAIR], "tables must hold at least one"),
-    ([ITEM], [], "attentions must hold at least one"),
     ([ITEM, table("t_item", "x")], [PAIR], r"tables .* \['t_item'\]"),
     ([ITEM], [pair("itme")], r"target must be a .*, one of \['item', 'hist'\], got 'itme'"),
     ([ITEM], [pair(history=["hits"])], "history must be a feature of tables, .* got 'hits'"),
@@ -269,6 +264,39 @@ def test_invalid_features():
             make_collection(PAIRS)(features)
 
 
+def test_numbers_of_lengths_and_weights():
+    keys, lengths = ["item", "hist"], torch.tensor([1, 1, 2, 3])
+    for more, message in (
+        ({"lengths": torch.cat([lengths, lengths[:1]])}, "4 lengths, .* of the 2 keys, got 5"),
+        ({"offsets": torch.tensor([0, 1, 2, 4, 7, 7])}, "4 lengths, .* of the 2 keys, got 5"),
+        ({"lengths": lengths, "weights": torch.ones(5)}, "7 weights, one per id of any key, got 5"),
+    ):
+        collection = TargetAttentionEmbeddingBagCollection([ITEM], PAIR, "weights" in more)
+        with pytest.raises(ValueError, match=message):
+            collection(KeyedJaggedTensor(keys, torch.arange(7), **more))
+
+
+def test_tables_on_meta_are_refused():
+    collection = TargetAttentionEmbeddingBagCollection([ITEM], PAIR, device=torch.device("meta"))
+    features = KeyedJaggedTensor(["item", "hist"], torch.arange(3), lengths=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"got meta: .* DistributedModelParallel, or .* to_empty"):
+        collection(features)
+    collection.to_empty(device="cpu").reset_parameters()
+    assert collection(features).values().isfinite().all()
+
+
+def test_requests_without_candidates_are_refused():
+    with pytest.raises(ValueError, match="at least one TargetAttentionConfig with candidates='jag"):
+        TargetAttentionEmbeddingBagCollection([ITEM], [], candidates="jagged")
+
+
+def test_index_dedup_is_refused():
+    HistoryEmbeddingCollectionSharder(use_index_dedup=False)
+    message = r"EmbeddingCollectionSharder\(use_index_dedup=True\)"
+    with pytest.raises(NotImplementedError, match=message):
+        HistoryEmbeddingCollectionSharder(use_index_dedup=True)
+
+
 def test_counts_are_checked_without_validation(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "torchrec_jagged_attn.collection.batch_checks.should_validate", lambda _: False
@@ -421,19 +449,6 @@ def test_pooled_dtype_that_fbgemm_cannot_copy(said, error, message):
 
     with pytest.raises(error, match=message):
         collection(features)
-
-
-@pytest.mark.parametrize("is_collection", [False, True])
-def test_wrappers_that_process_features_are_refused(is_collection: bool):
-    """When they are made: TorchRec's planner would fail on one rank, others would wait."""
-    collection = make_collection(SCENARIOS["weighted"])
-    names = [name for config in SCENARIOS["weighted"].tables for name in config.feature_names]
-    processors = {name: PositionWeightedModule(5) for name in names}
-    if is_collection:
-        processors = PositionWeightedModuleCollection(dict.fromkeys(names, 5))
-    with pytest.raises(NotImplementedError, match=r"call collection\(feature_processors\("):
-        FeatureProcessedEmbeddingBagCollection(collection, processors)
-    assert collection.is_weighted()
 
 
 @pytest.mark.parametrize(

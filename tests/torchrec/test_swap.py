@@ -20,6 +20,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ModuleSharder, ShardedModule
 from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -32,6 +34,7 @@ from tests.torchrec.two_ranks import (
     collection_of,
     make_batch,
     make_model,
+    make_tables,
     optimize_tables,
     run_ranks,
 )
@@ -123,6 +126,18 @@ def weights_with_a_gradient(device: torch.device) -> None:
     collection_of(sharded)(features)
 
 
+def processed_features(device: torch.device) -> None:
+    """All ranks fail, also those that do not plan."""
+    names = [name for config in make_tables() for name in config.feature_names]
+    model = FeatureProcessedEmbeddingBagCollection(
+        collection_of(make_model(device, is_weighted=True)),
+        PositionWeightedModuleCollection(dict.fromkeys(names, 5)),
+    )
+    message = r"call collection\(feature_processors\("
+    with pytest.raises(NotImplementedError, match=message):
+        DistributedModelParallel(model, device=device)
+
+
 LACK = r"sharders of DistributedModelParallel must include {}Sharder\(\), got no such sharder: w"
 NO_SEQUENCES, NO_BAGS = LACK.format("EmbeddingCollection"), LACK.format("EmbeddingBagCollection")
 WHOLE = r"embedding_parameters\(model\), .*, got pooling\.attentions"
@@ -151,6 +166,7 @@ def replicated_by_ddp(device: torch.device) -> Tensor:
 
 def on_each_rank(device: torch.device) -> dict[str, Any]:
     trained = {name: how(device) for name, how in TRAINED.items()}
+    processed_features(device)
     return {"trained": trained, "replicated": replicated_by_ddp(device)}
 
 

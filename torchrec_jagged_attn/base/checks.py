@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.base.devices import implementation, supported_dtypes
 
@@ -54,7 +55,16 @@ def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be {expected}, got a {type(value).__name__}")
     if value.layout != torch.strided:
-        raise TypeError(f"{name} must be {expected} of torch.strided, got {value.layout}")
+        way_out = ": give values() and offsets()" if value.is_nested else ""
+        raise TypeError(f"{name} must be {expected} of torch.strided, got {value.layout}{way_out}")
+
+
+def check_jagged(value: object, name: str) -> None:
+    """Check that ``value`` is a JaggedTensor."""
+    if not isinstance(value, JaggedTensor):
+        is_nested = isinstance(value, Tensor) and value.is_nested
+        way_out = ": give JaggedTensor(x.values(), offsets=x.offsets())" if is_nested else ""
+        raise TypeError(f"{name} must be a JaggedTensor, got a {type(value).__name__}{way_out}")
 
 
 def check_integers(tensor: Tensor, name: str) -> None:

@@ -5,6 +5,7 @@ with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -182,6 +183,7 @@ def check_features(
         )
     if is_weighted and bag_features:
         _check_bag_weights(features.weights(), bag_features, bag_dtype, is_sharded)
+    _check_sizes(features)
     if features.variable_stride_per_key():
         if not is_sharded:
             raise NotImplementedError(
@@ -195,6 +197,37 @@ def check_features(
         for name in (name for name, argument in others.items() if argument == "timestamps"):
             times = features[name]  # before truncation
             check_order(times.values(), times.offsets(), f"timestamps {name!r}")
+
+
+def _check_sizes(features: KeyedJaggedTensor) -> None:
+    """Check the numbers of lengths and weights."""
+    lengths, offsets = features.lengths_or_none(), features.offsets_or_none()
+    count = offsets.numel() - 1 if lengths is None and offsets is not None else None
+    count = lengths.numel() if lengths is not None else count
+    expected = sum(features.stride_per_key())
+    if count not in (None, expected):
+        raise ValueError(
+            f"features must have {expected} lengths, one per sample of each of the "
+            f"{len(features.keys())} keys, got {count}"
+        )
+    weights, count = features.weights_or_none(), features.values().numel()
+    if weights is not None and weights.numel() != count:
+        raise ValueError(
+            f"features must have {count} weights, one per id of any key, got {weights.numel()}"
+        )
+
+
+def check_tables_device(lookups: list[torch.nn.Module], features: object) -> None:
+    """Check that tables that are not sharded are on the device of ``features``."""
+    if not isinstance(features, KeyedJaggedTensor) or features.values().is_meta:
+        return
+    for weight in itertools.chain.from_iterable(x.parameters() for x in lookups):
+        if weight.is_meta:
+            raise ValueError(
+                f"tables must be on {features.values().device} as features are, got meta: wrap the "
+                "model in DistributedModelParallel, or call to_empty(device=...) and "
+                "reset_parameters() of the collection"
+            )
 
 
 def _check_ids(features: KeyedJaggedTensor, num_embeddings: dict[str, int]) -> None:

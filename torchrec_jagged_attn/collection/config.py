@@ -238,8 +238,6 @@ def check_configs(
     """Check that ``tables``, whose ``feature_names`` are set, and ``attentions`` fit together."""
     if not tables:
         raise ValueError("tables must hold at least one EmbeddingBagConfig, got none")
-    if not attentions:
-        raise ValueError("attentions must hold at least one TargetAttentionConfig, got none")
     if repeated := _repeated(table.name for table in tables):
         raise ValueError(f"tables must have different names, got {repeated} more than once")
     targets = {feature for _, feature in find_features("target", attentions, tables)}
@@ -361,6 +359,11 @@ def keys_of_candidates(
             f"candidate_features must be features of tables, {sorted(features)}, got {unknown}"
         )
     targets = [feature for _, feature in find_features("target", attentions, tables)]
+    if not targets and not candidate_features:
+        raise ValueError(
+            "attentions must hold at least one TargetAttentionConfig with candidates='jagged' and "
+            "no candidate_features, got none"
+        )
     histories = [feature for _, feature in find_features("history", attentions, tables)]
     if both := [name for name in candidate_features if name in histories]:
         raise ValueError(f"candidate_features must not be histories, got {both}")

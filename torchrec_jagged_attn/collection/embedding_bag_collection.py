@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_jagged_attn.base.checks import check_bool, check_device, check_not_fsdp
 from torchrec_jagged_attn.collection.batch_checks import (
     check_features,
+    check_tables_device,
     pad_empty_batch,
     set_meta_lengths,
     without_samples,
@@ -80,7 +80,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         tables: as for EmbeddingBagCollection. Tables of targets and histories must have an
             ``embedding_dim`` that is a multiple of 4.
         attentions: one entry per attention, or a single entry. A history is in one entry, a target
-            in any number.
+            in any number. Without entries, all features are pooled as by EmbeddingBagCollection.
         is_weighted: whether batches have weights. Pooled rows are multiplied by their weights. The
             weights of a history are the prior weights of its rows in
             :class:`JaggedTargetAttention`; an attention over several histories uses the weights of
@@ -147,7 +147,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         torch.Size([2, 24])
     """
 
-    __jit_unused_properties__ = ["device"]  # noqa: RUF012 (scripting reads a list)
+    __jit_unused_properties__ = ["device", "embedding_bags"]  # noqa: RUF012 (scripting reads a list)
     __jit_ignored_attributes__ = ["_no_bags"]  # noqa: RUF012
 
     def __init__(
@@ -351,6 +351,8 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
                 check_not_fsdp(module)
             check_optimizers(self.pooling)
             is_sharded = prepare_lookups(lookups)
+            if not is_sharded and not torch.compiler.is_compiling():
+                check_tables_device(lookups, features)
             features = set_meta_lengths(features)
             _check_features(
                 features,
@@ -411,6 +413,14 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         """Return the configurations of all tables, with their current data types and numbers of
         rows after pruning, followed by a table with one row for each history of codes.
         """
+        # All ranks call this, unlike methods that only the planner calls.
+        if sys._getframe(1).f_globals.get("__name__") == "torchrec.distributed.embeddingbag":
+            raise NotImplementedError(
+                "FeatureProcessedEmbeddingBagCollection cannot wrap a sharded "
+                "TargetAttentionEmbeddingBagCollection: call collection(feature_processors(features"
+                ")) in a module of your own, see 'Feature processors' in "
+                "docs/how_to/swap_and_migrate.md"
+            )
         current = {}
         for lookup in self._lookup_modules():
             for name in ("embedding_configs", "embedding_bag_configs"):
@@ -434,17 +444,15 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
 
     def is_weighted(self) -> bool:
         """Whether batches have weights."""
-        # Later, TorchRec's planner would fail on one rank, for which the others would wait.
-        if isinstance(
-            sys._getframe(1).f_locals.get("self"), FeatureProcessedEmbeddingBagCollection
-        ):
-            raise NotImplementedError(
-                "FeatureProcessedEmbeddingBagCollection cannot wrap a "
-                "TargetAttentionEmbeddingBagCollection: call collection(feature_processors(features"
-                ")) in a module of your own, see 'Feature processors' in "
-                "docs/how_to/swap_and_migrate.md"
-            )
         return self._is_weighted
+
+    @property
+    def embedding_bags(self) -> nn.ModuleDict:
+        """The modules of all tables by name, with the ``weight`` of each, as in
+        EmbeddingBagCollection.
+        """
+        names = {name: key.removesuffix(".weight") for name, key in self.table_keys().items()}
+        return nn.ModuleDict({name: self.get_submodule(x) for name, x in names.items()})
 
     @property
     def device(self) -> torch.device:

@@ -218,7 +218,6 @@ class TargetAttentionPooling(nn.Module):
                 wait for it at the same point, so that backward exchanges rows in the same order.
         """
         target_rows = [_rows(x, sequences) for x in self._targets]
-        candidates = target_rows[0]
         names = [x.feature for x in self._targets]
         rows = _single_rows(target_rows, names, "target", self._has_requests)
         targets: dict[str, Tensor] = {}
@@ -258,7 +257,7 @@ class TargetAttentionPooling(nn.Module):
             joined = _join([targets[x.key] for x in attention.targets])
             target: Tensor | JaggedTensor = joined
             if self._has_requests:
-                target = _with_offsets_of(candidates, joined)
+                target = _with_offsets_of(target_rows[0], joined)
             pooled_history = attend(
                 target, history, timestamps, weights, indices=gathered, request_time=request_time
             )
@@ -287,11 +286,11 @@ class TargetAttentionPooling(nn.Module):
             bag_block = _bag_columns(bags, self._bag_names)
             sample_blocks.append(bag_block[:0] if is_empty else bag_block)
         if self._has_requests and len(sample_blocks) > 0:
-            sample_blocks = [repeat_per_candidate(_join(sample_blocks), candidates)]
+            sample_blocks = [repeat_per_candidate(_join(sample_blocks), target_rows[0])]
         blocks = blocks + sample_blocks
         values = _join([_columns(blocks[x.block], x) for x in self._slices])
-        if keep_dtype:
-            values = values.to(candidates.values().dtype)
+        if keep_dtype and len(target_rows) > 0:
+            values = values.to(target_rows[0].values().dtype)
         return KeyedTensor(keys=self._keys, length_per_key=self._widths, values=values)
 
     def histories(self) -> list[dict[str, HistoryFeature]]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.base.checks import check_float, check_shape
+from torchrec_jagged_attn.base.checks import check_float, check_jagged, check_shape
 from torchrec_jagged_attn.collection.sharding.padding import num_rows
 from torchrec_jagged_attn.ops.interaction.api import jagged_dense_add
 from torchrec_jagged_attn.ops.interaction.gradients import jagged_dense_add as add_op
@@ -46,8 +46,8 @@ _add = add_op.overloadpacket  # torch.jit.script supports the packet of an op, n
 
 @torch.fx.wrap  # a leaf for FX, wherever the public function is called
 def _repeat(rows: Tensor, candidates: JaggedTensor) -> Tensor:
-    if not is_scripting() and not isinstance(candidates, JaggedTensor):
-        raise TypeError(f"candidates must be a JaggedTensor, got a {type(candidates).__name__}")
+    if not is_scripting():
+        check_jagged(candidates, "candidates")
     offsets = candidates.offsets()
     if not is_scripting():
         check_float(rows, "rows")

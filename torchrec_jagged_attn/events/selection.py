@@ -14,6 +14,7 @@ from torchrec_jagged_attn.base.checks import (
     check_float,
     check_int,
     check_integers,
+    check_jagged,
     check_offsets_metadata,
     check_same,
     check_shape,
@@ -44,9 +45,8 @@ def select_events(
     """Keep the events of each user with the highest scores, or the newest, in their order.
 
     An event is kept if its score is at least ``threshold`` and among the ``keep`` highest of its
-    user (and segment); of equal scores, newer events are kept first. Events whose score is NaN are
-    never kept. Without scores, the newest events are kept. Values and weights have gradients,
-    scores have none.
+    user (and segment); of equal scores, newer events are kept first. Without scores, the newest
+    events are kept. Values and weights have gradients, scores have none.
 
     The selection is deterministic, and does not depend on the events of other users.
 
@@ -70,9 +70,10 @@ def select_events(
     Raises:
         TypeError: a dtype or type does not fit.
         ValueError: a shape, a device, a number or (on CPU, or under
-            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or of ``keep`` do not fit, or
-            more events are kept than ``capacity``; there is neither ``keep`` nor ``threshold``; or
-            histories of several names differ in length.
+            ``TORCHREC_JAGGED_ATTN_VALIDATE=1``) the values of offsets or of ``keep`` do not fit, a
+            score is NaN (otherwise its event is not kept), or more events are kept than
+            ``capacity``; there is neither ``keep`` nor ``threshold``; or histories of several names
+            differ in length.
         NotImplementedError: the device is neither CPU nor CUDA.
 
     Example:
@@ -86,8 +87,7 @@ def select_events(
     if not histories:
         raise ValueError("events must have one history or more, got none")
     for name, history in histories.items():
-        if not isinstance(history, JaggedTensor):
-            raise TypeError(f"{name} must be a JaggedTensor, got a {type(history).__name__}")
+        check_jagged(history, name)
     first_name, first = next(iter(histories.items()))
     for name, history in histories.items():
         check_equal_lengths(history, name, first, first_name)
@@ -123,6 +123,8 @@ def _select_rows(
     if scores is not None:
         check_float(scores, "scores")
         check_shape(scores, "scores", "[N]", (num_rows,))
+        if should_validate(scores) and (wrong := torch.nonzero(scores.isnan())).numel():
+            raise ValueError(f"scores must not be NaN, got one at position {int(wrong[0])}")
     if segments is not None:
         check_shape(segments, "segments", "[N]", (num_rows,))
         check_integers(segments, "segments")

@@ -14,6 +14,7 @@ from torchrec_jagged_attn.base.autocast import cast_as_products
 from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_float,
+    check_jagged,
     check_number,
     check_offsets_metadata,
     check_same,
@@ -116,8 +117,7 @@ class JaggedFeatureInteraction(nn.Module):
             targets, target_offsets = targets.values(), targets.offsets()
         else:
             check_tensor(targets, "targets", "a Tensor or a JaggedTensor")
-        if not isinstance(features, JaggedTensor):
-            raise TypeError(f"features must be a JaggedTensor, got a {type(features).__name__}")
+        check_jagged(features, "features")
         rows, offsets = features.values(), features.offsets()
         targets, rows = cast_as_products(targets, rows)
         _check(targets, target_offsets, rows, offsets)

@@ -2,6 +2,7 @@
 
 # FX and torch.jit.script evaluate annotations, so they must not be strings.
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torchrec_jagged_attn.base.checks import (
     check_embeddings,
     check_float,
     check_int,
+    check_jagged,
     check_not_fsdp,
     check_number,
     check_offsets_metadata,
@@ -31,6 +33,7 @@ from torchrec_jagged_attn.ops.attention.checks import (
     check_prior_weights,
     check_width,
     check_window,
+    refuse_options,
 )
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.flash_attention.api import call_flash_attention, flash_attention
@@ -84,8 +87,10 @@ class JaggedSelfAttention(nn.Module):
         dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
+        refuse_options("JaggedSelfAttention", options)
         num_heads, embed_dim = check_heads(num_heads, embed_dim)
         check_device(device)
         check_dtype(dtype)
@@ -210,8 +215,8 @@ _flash_attention_packet = flash_attention.overloadpacket
 @torch.fx.wrap
 def _rows_and_offsets(history: JaggedTensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Check ``history``; return its rows, in the dtype of ``weight`` ``[…, E]``, and offsets."""
-    if not is_scripting() and not isinstance(history, JaggedTensor):
-        raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+    if not is_scripting():
+        check_jagged(history, "history")
     rows, offsets = history.values(), history.offsets()
     if not is_scripting():
         check_embeddings(rows, "history")

@@ -17,6 +17,7 @@ from torchrec_jagged_attn.base.checks import (
     check_dtype,
     check_finite,
     check_int,
+    check_jagged,
 )
 from torchrec_jagged_attn.base.devices import supported_dtypes
 from torchrec_jagged_attn.base.layout import is_behind
@@ -388,8 +389,7 @@ class JaggedTargetAttention(nn.Module):
         """
         if isinstance(target, JaggedTensor):
             raise TypeError("target must be a tensor [B, C] or [B, T, C], got a JaggedTensor")
-        if not isinstance(history, JaggedTensor):
-            raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+        check_jagged(history, "history")
         if isinstance(history, RemoteHistory):
             raise NotImplementedError(
                 "history must have its rows on this rank, got one whose rows "
@@ -459,8 +459,8 @@ def _attend(
         query, query_offsets = target.values(), target.offsets()
     else:
         query = target
-    if not is_scripting() and not isinstance(history, JaggedTensor):
-        raise TypeError(f"history must be a JaggedTensor, got a {type(history).__name__}")
+    if not is_scripting():
+        check_jagged(history, "history")
     rows, offsets = history.values(), history.offsets()
     out_weight = weights.out_weight
     dtype = weights.q_weight.dtype if out_weight is None else out_weight.dtype

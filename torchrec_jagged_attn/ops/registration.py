@@ -169,13 +169,17 @@ def register_op(
         ctx.is_transformed = torch._C._are_functorch_transforms_active()
         return results
 
+    public_name = name if name.startswith("jagged_") else f"jagged_{name}"
+    no_second_derivative = f"create_graph must be False, {public_name} has no second derivative"
+    way_out = ": detach its output, or use scaled_dot_product_attention of torch.nn.functional"
+
     def node_backward(ctx: Any, *grads_out: Tensor | None) -> tuple[Tensor | None, ...]:
         needs_grad = ctx.needs_input_grad
         if grads_out[0] is None:
             return (None,) * len(needs_grad)
         # Transforms always enable gradients here; their second derivatives are refused below.
         if torch.is_grad_enabled() and not ctx.is_transformed:
-            raise NotImplementedError(f"{name} has no second derivative, got create_graph=True")
+            raise NotImplementedError(f"{no_second_derivative}, got create_graph=True{way_out}")
         computed = (False, *needs_grad[1:]) if grad_is_passthrough else needs_grad
         grads: list[Tensor] = []
         if any(computed):
@@ -198,7 +202,7 @@ def register_op(
         return tuple(_call_below_autograd(backward_op, inputs))
 
     def refuse_second_derivative(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError(f"{name} has no second derivative")
+        raise NotImplementedError(f"{no_second_derivative}{way_out}")
 
     def refuse_batch(*_: Any) -> None:
         raise NotImplementedError(

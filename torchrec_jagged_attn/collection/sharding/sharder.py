@@ -459,17 +459,24 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         fused_params: as for ``EmbeddingCollectionSharder``.
         qcomm_codecs_registry: codecs for the rows of all features other than histories. Queries,
             partial results, and history rows that are sent are not encoded.
+        use_index_dedup: must be False.
 
     Raises:
         NotImplementedError: a table of histories is sharded by column, codecs encode several rows
-            together, or the model is in a DMPCollection.
+            together, the model is in a DMPCollection, or ``use_index_dedup`` is True.
     """
 
     def __init__(
         self,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
     ) -> None:
+        if use_index_dedup:
+            raise NotImplementedError(
+                "use_index_dedup must be False with HistoryEmbeddingCollectionSharder, got "
+                f"{use_index_dedup!r}: use EmbeddingCollectionSharder(use_index_dedup=True)"
+            )
         super().__init__(fused_params, qcomm_codecs_registry)
 
     def shard(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,22 @@ def check_heads(num_heads: int, embed_dim: int) -> tuple[int, int]:
     return num_heads, embed_dim
 
 
+WAYS_OUT = {
+    "score": "all its scores are a softmax, JaggedTargetAttention supports 'silu' and 'sigmoid'",
+    "softcap": "use flex_attention of torch.nn.attention, or no softcap",
+}
+
+
+def refuse_options(function: str, options: Mapping[str, object]) -> None:
+    """Raise an error if there are ``options``, which ``function`` does not have."""
+    for name, value in options.items():
+        if name not in WAYS_OUT:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        raise NotImplementedError(
+            f"{name} must not be given to {function}, got {value!r}: {WAYS_OUT[name]}"
+        )
+
+
 def check_window(window: int | None, causal: bool) -> int | None:
     """Return ``window`` as an int or ``None``: the maximum number of keys that a query attends to.
 
@@ -56,7 +74,10 @@ def check_window(window: int | None, causal: bool) -> int | None:
         return None
     window = check_int(window, "window", 1, "an int or None")
     if not causal:
-        raise ValueError(f"causal must be True with a window, got causal=False and window={window}")
+        raise ValueError(
+            f"causal must be True with a window, got causal=False and window={window}: give "
+            "causal=True, or window=None"
+        )
     return window
 
 

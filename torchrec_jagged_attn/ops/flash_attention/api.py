@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,12 @@ from torchrec_jagged_attn.base.checks import (
 from torchrec_jagged_attn.base.devices import implementation_of
 from torchrec_jagged_attn.base.layout import check_offsets_values
 from torchrec_jagged_attn.ops.attention.arguments import Biases
-from torchrec_jagged_attn.ops.attention.checks import check_biases, check_width, check_window
+from torchrec_jagged_attn.ops.attention.checks import (
+    check_biases,
+    check_width,
+    check_window,
+    refuse_options,
+)
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.attention.prior_weights import bias_gradient, bias_or_prior_weights
 from torchrec_jagged_attn.ops.flash_attention import cpu
@@ -101,6 +106,7 @@ def jagged_flash_attention(
     window: int | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Multi-head attention within each sample of a jagged batch, self or cross.
 
@@ -204,6 +210,7 @@ def jagged_flash_attention(
         raise ValueError(
             f"q must have a multiple of the {k.shape[1]} heads of k, got {q.shape[1]} heads"
         )
+    refuse_options("jagged_flash_attention", options)
     window = check_window(window, causal)
     check_bool(return_lse, "return_lse")
     dropped_weights = draw_dropout(dropout_threshold(dropout, "dropout"), q.device)
