@@ -46,6 +46,16 @@ def test_ids_of_each_key_are_spread_evenly(name, dtype, weighted, device):
     assert (bags.amax(1) - bags.amin(1)).max() <= 1
 
 
+def test_batch_sizes_that_vary_by_key_are_unchanged():
+    features = KeyedJaggedTensor(
+        keys=["item", "history"],
+        values=torch.arange(9),
+        lengths=torch.tensor([1, 1, 1, 6]),
+        stride_per_key_per_rank=[[3], [1]],
+    )
+    assert torchrec_fixes.split_bags(features) is features
+
+
 def longest_bags(device):
     """The longest bag of all batches, before and after it is split."""
     longest = [0, 0]

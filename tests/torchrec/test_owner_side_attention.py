@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.comm_ops import set_gradient_division
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
@@ -25,7 +26,7 @@ from torchrec.distributed.types import Awaitable, ModuleSharder, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from tests.torchrec.test_batches_of_ranks import KEYS, make_collection, sharded
+from tests.torchrec.test_batches_of_ranks import KEYS, make_batch, make_collection, sharded
 from tests.torchrec.test_distributed import assert_equal_training
 from tests.torchrec.two_ranks import (
     NUM_STEPS,
@@ -468,7 +469,70 @@ def refuse(device: torch.device) -> None:
 
 def test_refused(once):
     """See :func:`refuse`, which asserts it on each rank."""
-    assert once[refuse] == [None, None]
+    assert once[refuse] == once[refuse_times] == [None, None]
+
+
+WRONG_TIMES = {  # lengths of a history [4, 0, 2]'s times and of request times, and the error
+    ((3, 0, 2), (1, 1, 1)): "'times' must be as long as 'hist' in each sample, got 3 and 4 in sam",
+    ((3, 1, 2), (1, 1, 1)): "'times' must be as long as 'hist' in each sample, got 3 and 4 in sam",
+    ((4, 0, 2), (1, 0, 1)): "request_time 'now' must have exactly one integer .* got 0 in sample 1",
+    ((4, 0, 2), (2, 0, 1)): "request_time 'now' must have exactly one integer .* got 2 in sample 0",
+    ((4, 0, 2), (1, 1, 2)): "request_time 'now' must have exactly one integer .* got 2 in sample 2",
+}
+
+
+def refuse_times(device: torch.device) -> None:
+    """With sent history rows, and with attention on owner ranks."""
+    for way in ("sent by row", "owner-side by row"):
+        model = sharded(device, make_collection(request_time="now"), way)
+        for (times, now), message in WRONG_TIMES.items():
+            lengths = torch.tensor([1, 1, 1, 4, 0, 2, 1, 1, 1, *times, *now])
+            values = torch.arange(int(lengths.sum()))
+            with pytest.raises(ValueError, match=message):
+                model(KeyedJaggedTensor(KEYS, values, lengths=lengths).to(device))
+
+
+def train_tables(device: torch.device, is_divided: bool) -> Tensor:
+    """Return by how much one step changes the rows of targets and histories."""
+    model = sharded(device, make_collection(request_time="now"), "owner-side by row")
+    before = full_state_dict(model, device)[TABLE].clone()
+    set_gradient_division(is_divided)
+    try:
+        model(make_batch(3).to(device)).values().square().sum().backward()
+    finally:
+        set_gradient_division(True)
+    return full_state_dict(model, device)[TABLE] - before
+
+
+def train_with_and_without_division(device: torch.device) -> tuple[Tensor, Tensor]:
+    return train_tables(device, is_divided=True), train_tables(device, is_divided=False)
+
+
+def test_gradient_division(once):
+    divided, summed = once[train_with_and_without_division][0]  # tables are gathered on rank 0
+    assert divided.count_nonzero() > 0
+    torch.testing.assert_close(summed, 2 * divided, rtol=1e-3, atol=1e-6)
+
+
+def attend_with_large_scores(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Outputs under autocast on two owner ranks, of two rows and one, and on a single rank."""
+    lengths = torch.tensor([1, 3, 1, 3, 1])
+    values = torch.tensor([7, 1, 2, 30, 0, 1, 2, 3, 4])
+    features = KeyedJaggedTensor(KEYS, values, lengths=lengths).to(device)
+    collection = make_collection(request_time="now")
+    with torch.no_grad():
+        collection.pooling.attentions[0].recency_bias.position_weight.fill_(100)
+    expected = collection(features)["hist"].detach()
+    model = sharded(device, collection, "owner-side by row")
+    with torch.autocast(device.type, torch.bfloat16):
+        return model(features)["hist"].detach().float(), expected
+
+
+def test_partial_results_are_sent_in_fp32(once):
+    """Log-sum-exps of about 100 have no fraction in bf16."""
+    for actual, expected in once[attend_with_large_scores]:
+        error = (actual - expected).abs().max() / expected.abs().max()
+        assert error < 2 * torch.finfo(torch.bfloat16).eps
 
 
 ONCE = [
@@ -479,6 +543,9 @@ ONCE = [
     look_at_what_is_on_its_way,
     look_up_out_of_range,
     refuse,
+    refuse_times,
+    train_with_and_without_division,
+    attend_with_large_scores,
 ]
 
 
