@@ -230,7 +230,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self.embedding_collections = nn.ModuleDict(lookups)
         bags = EmbeddingBagCollection(bag_tables, is_weighted, device)
         self.embedding_bag_collection = bags if bag_tables else None
-        # Quantized and pruned with all others by TorchRec, which shows what it was told to do.
+        # TorchRec quantizes it, and sets its pruning data, as of any EmbeddingBagCollection.
         self._no_bags = None if bag_tables else bags
         self._tables_of_codes = [
             EmbeddingBagConfig(

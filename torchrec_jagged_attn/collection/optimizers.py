@@ -96,8 +96,9 @@ def check_optimizers(pooling: nn.Module) -> None:
                 vars(parameter).pop("view_as", None)
         if not is_compiling:
             _checked.add(pooling)
-    is_training = not is_compiling and pooling.training and torch.is_grad_enabled()
-    if is_training and pooling not in _watched:
+    if is_compiling or not pooling.training or not torch.is_grad_enabled():
+        return
+    if pooling not in _watched and not torch._C._are_functorch_transforms_active():
         _watched[pooling] = _Weights(pooling)
         _register_hook()
 
@@ -106,7 +107,11 @@ class _Weights:
     """The weights of a module at its first training step, and how often optimizers stepped."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.before = {x: (p._version, p.detach().clone()) for x, p in module.named_parameters()}
+        self.before = {
+            name: (p._version, p.detach().clone())
+            for name, p in module.named_parameters()
+            if p.requires_grad  # others may be inference tensors, without a version
+        }
         self.steps = Counter[int]()  # by the id of the optimizer
 
 
@@ -128,7 +133,9 @@ def _is_decided(module: nn.Module, weights: _Weights, optimizer: torch.optim.Opt
     unchanged = {
         name: p
         for name, p in module.named_parameters()
-        if weights.before.get(name, (None,))[0] == p._version and not isinstance(p, DTensor)
+        if name in weights.before
+        and weights.before[name][0] == p._version
+        and not isinstance(p, DTensor)
     }
     if not unchanged:
         return True
