@@ -93,3 +93,15 @@ def test_weights_without_a_gradient_may_stay():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(collection, by_name(lambda name: "pooling" not in name)(collection))
+
+
+def test_optimizers_of_other_models_do_not_count():
+    collection = make_collection(SCENARIO)
+    collection(FEATURES).values().sum().backward()
+    other = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            other(torch.ones(2)).backward()
+            optimizer.step()

@@ -101,6 +101,9 @@ def check_optimizers(pooling: nn.Module) -> None:
     if pooling not in _watched and not torch._C._are_functorch_transforms_active():
         _watched[pooling] = _Weights(pooling)
         _register_hook()
+    weights = _watched.get(pooling)
+    if weights is not None:
+        weights.num_forwards += 1
 
 
 class _Weights:
@@ -112,7 +115,9 @@ class _Weights:
             for name, p in module.named_parameters()
             if p.requires_grad  # others may be inference tensors, without a version
         }
-        self.steps = Counter[int]()  # by the id of the optimizer
+        self.num_forwards = 0
+        self.steps = Counter[int]()  # after a forward of the module, by the id of the optimizer
+        self.last_step: dict[int, int] = {}  # the number of forwards at the last of these steps
 
 
 @functools.cache
@@ -139,8 +144,12 @@ def _is_decided(module: nn.Module, weights: _Weights, optimizer: torch.optim.Opt
     }
     if not unchanged:
         return True
-    weights.steps[id(optimizer)] += any(p.grad is not None for p in unchanged.values())
-    if weights.steps[id(optimizer)] < NUM_WATCHED_STEPS:
+    key = id(optimizer)
+    if any(p.grad is not None for p in unchanged.values()):
+        # Optimizers of other models step without a forward of this one.
+        weights.steps[key] += weights.last_step.get(key) != weights.num_forwards
+        weights.last_step[key] = weights.num_forwards
+    if weights.steps[key] < NUM_WATCHED_STEPS:
         return False
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
