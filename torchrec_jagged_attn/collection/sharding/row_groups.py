@@ -30,20 +30,20 @@ def divide_rows(
         rows: rows by lookup, ordered by feature and source rank.
     """
     counts = {x.name: [n[x.name] for n in counts_per_source] for x in features}
-    of_feature: dict[str, Tensor] = {}
+    rows_by_feature: dict[str, Tensor] = {}
     empty: dict[int, Tensor] = {}  # for groups without rows on this rank
     for lookup, x in rows.items():
         names = [feature.name for feature in features if feature.lookup == lookup]
         *parts, empty[lookup] = split_rows(x, [*(sum(counts[name]) for name in names), 0])
-        of_feature |= zip(names, parts, strict=True)
+        rows_by_feature |= zip(names, parts, strict=True)
     divided = []
     for group in groups:
-        names = [feature.name for feature in group if feature.name in of_feature]
+        names = [feature.name for feature in group if feature.name in rows_by_feature]
         if len(names) > 1:
-            blocks = [of_feature[name].split(counts[name]) for name in names]
+            blocks = [rows_by_feature[name].split(counts[name]) for name in names]
             divided.append(torch.cat([*itertools.chain(*zip(*blocks, strict=True))]))
         else:
-            divided.append(of_feature[names[0]] if names else empty[group[0].lookup])
+            divided.append(rows_by_feature[names[0]] if names else empty[group[0].lookup])
     return divided
 
 
