@@ -17,8 +17,9 @@ from tests.torchrec.two_ranks import CPU, run_ranks
 from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
     ExchangedIds,
     FixedExchange,
+    as_weights,
 )
-from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, as_weights
+from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route
 
 NUM_IDS = 11  # rows 0 to 5 are on the first of two ranks
 KEYS = [["a", "b", "c", "d"], ["e", "b"]]

@@ -29,13 +29,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
     ExchangedIds,
     FixedExchange,
+    as_weights,
 )
 from torchrec_jagged_attn.collection.sharding.id_exchange import (
     OwnedIds,
     Received,
     one_bag_per_feature,
 )
-from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, as_weights
+from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 
 
@@ -64,7 +65,11 @@ class HistoryRoutes:
         self._features, self._groups = exchange.features, exchange.groups
         self._local_histories = module._local_histories
         self._owned = {x.name for x in exchange.owned_features}
-        self.routes = exchange.routes(index)
+        groups = {x.name: (module, i) for i, group in enumerate(self._groups) for x in group}
+        self.routes = [
+            Route(index, x.key, x.owners, x.rows_per_owner, False, groups.get(x.name), x.history)
+            for x in self._features
+        ]
         self._route = {feature.name: i for i, feature in enumerate(self._features)}
         names: dict[int, list[str]] = {feature.lookup: [] for feature in self._features}
         for feature in exchange.owned_features:
@@ -81,7 +86,7 @@ class HistoryRoutes:
     def result(self, ids: ExchangedIds, first: int, context: Any) -> KJTList:
         sent = {name: ids.sent(first + i) for name, i in self._route.items()}
         received = {name: ids.received(first + self._route[name]) for name in self._owned}
-        history_ids = {
+        columns = {
             lookup: ids.owned([first + self._route[name] for name in names])[1]["ids"]
             for lookup, names in self._names.items()
         }
@@ -92,11 +97,11 @@ class HistoryRoutes:
             is_sorted = len(group) == 1 and len(group[0].owners) == 1
             orders.append(None if is_sorted else ids.order(begin, begin + len(group)))
         for names, routes in self._replicated:
-            lengths, columns = ids.owned([first + i for i in routes])
+            lengths, own = ids.owned([first + i for i in routes])
             context.input_features.append(
                 KeyedJaggedTensor(
                     names,
-                    columns["ids"],
+                    own["ids"],
                     lengths=lengths.to(ids.lengths(first, first + 1).dtype),
                     length_per_key=[sum(ids.received(first + i)) for i in routes],
                 )
@@ -109,7 +114,7 @@ class HistoryRoutes:
             {
                 lookup: one_bag_per_feature(
                     [keys[name] for name in names],
-                    history_ids[lookup],
+                    columns[lookup],
                     [sum(received[name]) for name in names],
                 )
                 for lookup, names in self._names.items()
@@ -231,7 +236,7 @@ class BatchExchange:
 
     Attributes:
         signature: number of samples, 0 of a batch that cannot be exchanged with fixed sizes; and
-            the names of modules and columns.
+            what is exchanged.
     """
 
     def __init__(
@@ -373,17 +378,17 @@ class ModelExchange:
             index = found[0] if found else len(inputs)
             is_weighted = x.weights_or_none() is not None
             if isinstance(module, ShardedHistoryEmbeddingCollection):
-                module_routes = HistoryRoutes(module, index)
+                of_module = HistoryRoutes(module, index)
             elif BagRoutes.supports(module, is_weighted):
-                module_routes = BagRoutes(module, index, is_weighted, self._num_ranks)
+                of_module = BagRoutes(module, index, is_weighted, self._num_ranks)
             else:
                 continue
             if not found:
                 inputs.append(x)
                 self._names_of_inputs.append(name)
             self._inputs[name] = index
-            self._modules[name] = module_routes, len(routes)
-            routes += module_routes.routes
+            self._modules[name] = of_module, len(routes)
+            routes += of_module.routes
         if not routes:
             return None
         keys = [x.keys() for x in inputs]

@@ -195,7 +195,7 @@ class FixedExchange:
 
 
 class SentIds(NamedTuple):
-    """Ids of a batch on their source rank."""
+    """What a source rank keeps of the ids that it sent."""
 
     lengths: Tensor  # [routes, B]
     block_counts: Tensor  # [blocks] int64
@@ -317,3 +317,8 @@ class ExchangedIds:
         lengths = self._lengths[exchange.sample_begins[first] : exchange.sample_begins[last]]
         begin, end = self._id_begins[first], self._id_begins[last]
         return lengths, {name: x[begin:end] for name, x in columns.items()}
+
+
+def as_weights(column: Tensor) -> Tensor:
+    """Return the weights in a column, in fp32."""
+    return column.int().view(torch.float32)

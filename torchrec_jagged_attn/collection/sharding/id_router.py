@@ -14,12 +14,8 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.base.devices import implementation
-from torchrec_jagged_attn.collection.sharding.kernels import pack_ids as kernels
+from torchrec_jagged_attn.collection.sharding.id_exchange import INT64_MAX, MAX_ID, ages_at
 from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
-
-INT64_MAX = torch.iinfo(torch.int64).max
-MAX_ID = INT64_MAX // 2
 
 
 class Route(NamedTuple):
@@ -98,7 +94,7 @@ class IdRouter:
         for i, (owner, route) in enumerate(self.blocks):
             owners = [rank] if routes[route].is_replicated else routes[route].owners
             block_index[route, owners.index(owner)] = i
-        self.block_index = block_index.to(device)  # [routes, shards], -1 for no block
+        self.block_index = block_index.to(device)  # [routes, shards], -1 if there is none
         has_one_owner = [len(route.owners) == 1 or route.is_replicated for route in routes]
         rows = zip(has_one_owner, routes, strict=True)
         rows_per_owner = [INT64_MAX if one else route.rows_per_owner for one, route in rows]
@@ -154,7 +150,7 @@ class IdRouter:
         """Return the ids of a batch. Nothing is read from the device."""
         num_samples = inputs[0].stride()
         batch_lengths = _join([x.lengths() for x in inputs]).view(-1, num_samples)
-        values = _not_empty(_join([x.values() for x in inputs])).long()
+        values = _not_empty(_join([x.values() for x in inputs]))
         ends = batch_lengths.flatten().cumsum(0, dtype=torch.int64).view(-1, num_samples)
         begins = ends - batch_lengths
         lengths = batch_lengths[self._features]
@@ -172,33 +168,21 @@ class IdRouter:
                 x.weights().detach() if y else torch.zeros_like(x.values(), dtype=torch.float32)
                 for x, y in zip(inputs, self.is_weighted, strict=True)
             ]
-            weights = _not_empty(_join(parts)).float().view(torch.int32)
+            weights = _not_empty(_join(parts)).view(torch.int32)
         return BatchIds(
             values, weights, lengths, begins[self._features], time_begins, references, is_valid
         )
 
-    def sort(self, batch: BatchIds, size: int | None = None) -> SortedIds:
-        """Sort the ids of all routes.
+    def sort(self, batch: BatchIds) -> SortedIds:
+        """Sort the ids of all routes. This reads their number from the device.
 
-        Args:
-            batch: the ids.
-            size: their number. If it is not given, it is read from the device.
+        On a GPU, ``kernels/pack_ids.py`` does the same without this read.
         """
-        if size is None:
-            size = int(batch.lengths.sum())
         num_blocks, num_samples = len(self.blocks), batch.lengths.shape[1]
-        if implementation(self.device)[0] != "reference":
-            block_lengths = kernels.count_owners(self, batch)
-            begins = block_lengths.flatten().cumsum(0, dtype=torch.int64) - block_lengths.flatten()
-            columns = batch.values.new_empty(len(self.columns), size)
-            end = batch.values.new_full((num_blocks,), size)
-            args = block_lengths, begins, end, end, columns, size
-            order = kernels.pack_ids(self, batch, *args)
-            return SortedIds([*columns.unbind()], block_lengths, order)
         lengths = batch.lengths.flatten().long()
         # [N], the index of each id's route and sample: route * num_samples + sample
-        segment = torch.repeat_interleave(lengths, output_size=size)
-        index = torch.arange(size, device=self.device)
+        segment = torch.repeat_interleave(lengths)
+        index = torch.arange(segment.numel(), device=self.device)
         ends = lengths.cumsum(0)
         in_segment = index - (ends - lengths)[segment]
         route = segment // num_samples
@@ -236,10 +220,10 @@ class IdRouter:
         in the order in which owner ranks send them back, ``[blocks * B]``.
         """
         counts = block_lengths.sum(1)
-        group_begins = self._is_in_group * counts  # [groups, blocks]
-        group_begins = ((group_begins.cumsum(1) - group_begins) * self._is_in_group).sum(0)
+        of_groups = self._is_in_group * counts  # [groups, blocks]
+        of_groups = ((of_groups.cumsum(1) - of_groups) * self._is_in_group).sum(0)
         in_block = block_lengths.cumsum(1) - block_lengths
-        return (group_begins[:, None] + in_block).flatten()
+        return (of_groups[:, None] + in_block).flatten()
 
     def counts(self, block_counts: Sequence[int]) -> dict[str, int]:
         """Return the numbers of ids sent to each rank, by the names of their capacities."""
@@ -256,18 +240,6 @@ class IdRouter:
 def pair_capacity(source: int, owner: int) -> str:
     """Return the name of the capacity of ids sent from a source rank to an owner rank."""
     return f"ids: {source} -> {owner}"
-
-
-def ages_at(references: Tensor, times: Tensor) -> Tensor:
-    """Return ``references - times``: 0 for later times, INT64_MAX on overflow."""
-    ages = references - times
-    ages.masked_fill_(ages < 0, INT64_MAX)
-    return ages.masked_fill_(times > references, 0)
-
-
-def as_weights(column: Tensor) -> Tensor:
-    """Return the weights in a column, in fp32."""
-    return column.int().view(torch.float32)
 
 
 def _join(tensors: list[Tensor]) -> Tensor:
