@@ -222,7 +222,15 @@ def refused_with_owner_side_attention(device: torch.device) -> Losses:
         collection(features)
     features = make_batch(0, dist.get_rank(), is_weighted=True).to(device).sparse_features
     features.weights().requires_grad_()
-    collection = collection_of(make_owner_side(device, is_weighted=True, tags=PoolingType.SUM))
+    model = make_sharded_model(
+        device,
+        ShardingType.ROW_WISE,
+        sharders=fused(HistoryEmbeddingCollectionSharder),
+        is_weighted=True,
+        tags=PoolingType.SUM,
+        encoder=SEPARATE | {"single_lookup": True},
+    )
+    collection = collection_of(model)
     with pytest.raises(NotImplementedError, match="prior_weights must require no gradient where"):
         collection(features)
     lookup = collection.embedding_collections["8"]
