@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.base.devices import implementation, supported_dtypes
 
@@ -61,6 +60,8 @@ def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
 
 def check_jagged(value: object, name: str) -> None:
     """Check that ``value`` is a JaggedTensor."""
+    from torchrec.sparse.jagged_tensor import JaggedTensor  # ops do not need TorchRec
+
     if not isinstance(value, JaggedTensor):
         is_nested = isinstance(value, Tensor) and value.is_nested
         way_out = ": give JaggedTensor(x.values(), offsets=x.offsets())" if is_nested else ""
