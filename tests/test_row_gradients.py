@@ -70,5 +70,5 @@ def test_attention_writes_its_part_of_the_gradient():
     for x in (history, rows):
         x.register_hook(gradients.append)
     jagged_target_attention(query, history, offsets).sum().backward()
-    of_history, of_rows = gradients
-    assert of_history.data_ptr() == of_rows[2:].data_ptr()
+    history_gradient, gradient = gradients
+    assert history_gradient.data_ptr() == gradient[2:].data_ptr()

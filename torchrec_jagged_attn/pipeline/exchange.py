@@ -97,11 +97,11 @@ class HistoryRoutes:
             is_sorted = len(group) == 1 and len(group[0].owners) == 1
             orders.append(None if is_sorted else ids.order(begin, begin + len(group)))
         for names, routes in self._replicated:
-            lengths, own = ids.owned([first + i for i in routes])
+            lengths, replicated = ids.owned([first + i for i in routes])
             context.input_features.append(
                 KeyedJaggedTensor(
                     names,
-                    own["ids"],
+                    replicated["ids"],
                     lengths=lengths.to(ids.lengths(first, first + 1).dtype),
                     length_per_key=[sum(ids.received(first + i)) for i in routes],
                 )
@@ -378,17 +378,17 @@ class ModelExchange:
             index = found[0] if found else len(inputs)
             is_weighted = x.weights_or_none() is not None
             if isinstance(module, ShardedHistoryEmbeddingCollection):
-                of_module = HistoryRoutes(module, index)
+                module_routes = HistoryRoutes(module, index)
             elif BagRoutes.supports(module, is_weighted):
-                of_module = BagRoutes(module, index, is_weighted, self._num_ranks)
+                module_routes = BagRoutes(module, index, is_weighted, self._num_ranks)
             else:
                 continue
             if not found:
                 inputs.append(x)
                 self._names_of_inputs.append(name)
             self._inputs[name] = index
-            self._modules[name] = of_module, len(routes)
-            routes += of_module.routes
+            self._modules[name] = module_routes, len(routes)
+            routes += module_routes.routes
         if not routes:
             return None
         keys = [x.keys() for x in inputs]

@@ -220,10 +220,10 @@ class IdRouter:
         in the order in which owner ranks send them back, ``[blocks * B]``.
         """
         counts = block_lengths.sum(1)
-        of_groups = self._is_in_group * counts  # [groups, blocks]
-        of_groups = ((of_groups.cumsum(1) - of_groups) * self._is_in_group).sum(0)
+        group_counts = self._is_in_group * counts  # [groups, blocks]
+        begins = ((group_counts.cumsum(1) - group_counts) * self._is_in_group).sum(0)
         in_block = block_lengths.cumsum(1) - block_lengths
-        return (of_groups[:, None] + in_block).flatten()
+        return (begins[:, None] + in_block).flatten()
 
     def counts(self, block_counts: Sequence[int]) -> dict[str, int]:
         """Return the numbers of ids sent to each rank, by the names of their capacities."""
