@@ -11,7 +11,6 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from torchrec_jagged_attn.base.devices import implementation, supported_dtypes
 
@@ -56,16 +55,6 @@ def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
     if value.layout != torch.strided:
         way_out = ": give values() and offsets()" if value.is_nested else ""
         raise TypeError(f"{name} must be {expected} of torch.strided, got {value.layout}{way_out}")
-
-
-def check_jagged(value: object, name: str) -> None:
-    """Check that ``value`` is a JaggedTensor."""
-    from torchrec.sparse.jagged_tensor import JaggedTensor  # ops do not need TorchRec
-
-    if not isinstance(value, JaggedTensor):
-        is_nested = isinstance(value, Tensor) and value.is_nested
-        way_out = ": give JaggedTensor(x.values(), offsets=x.offsets())" if is_nested else ""
-        raise TypeError(f"{name} must be a JaggedTensor, got a {type(value).__name__}{way_out}")
 
 
 def check_integers(tensor: Tensor, name: str) -> None:
@@ -191,17 +180,6 @@ def check_device(device: object) -> None:
             raise ValueError(
                 f"device must be one that PyTorch knows, got {device!r}: {error}"
             ) from error
-
-
-def check_not_fsdp(module: torch.nn.Module) -> None:
-    """Check that ``module``, which does not return a tensor, is not sharded by FSDP."""
-    if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
-        name = type(getattr(module, "module", module)).__name__.removeprefix("FSDP")
-        raise NotImplementedError(
-            f"fully_shard must get modules that return tensors, got a {name}, whose gradients "
-            "PyTorch would not reduce: apply it to each of collection.pooling.attentions, or to a "
-            "module around it that returns tensors"
-        )
 
 
 def check_module(value: object, name: str) -> None:

@@ -14,7 +14,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.base.checks import check_bool, check_device, check_not_fsdp
+from torchrec_jagged_attn.base.checks import check_bool, check_device
+from torchrec_jagged_attn.base.module_checks import check_not_fsdp
 from torchrec_jagged_attn.collection.batch_checks import (
     check_features,
     check_tables_device,

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.base.checks import check_float, check_jagged, check_shape
+from torchrec_jagged_attn.base.checks import check_float, check_shape
+from torchrec_jagged_attn.base.module_checks import check_jagged
 from torchrec_jagged_attn.collection.sharding.padding import num_rows
 from torchrec_jagged_attn.ops.interaction.api import jagged_dense_add
 from torchrec_jagged_attn.ops.interaction.gradients import jagged_dense_add as add_op

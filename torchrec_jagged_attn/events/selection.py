@@ -14,7 +14,6 @@ from torchrec_jagged_attn.base.checks import (
     check_float,
     check_int,
     check_integers,
-    check_jagged,
     check_offsets_metadata,
     check_same,
     check_shape,
@@ -22,6 +21,7 @@ from torchrec_jagged_attn.base.checks import (
 )
 from torchrec_jagged_attn.base.devices import implementation
 from torchrec_jagged_attn.base.layout import check_offsets_values
+from torchrec_jagged_attn.base.module_checks import check_jagged
 from torchrec_jagged_attn.collection.batch_checks import (
     check_equal_keys,
     check_equal_lengths,

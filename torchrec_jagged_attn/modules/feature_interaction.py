@@ -14,7 +14,6 @@ from torchrec_jagged_attn.base.autocast import cast_as_products
 from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_float,
-    check_jagged,
     check_number,
     check_offsets_metadata,
     check_same,
@@ -23,6 +22,7 @@ from torchrec_jagged_attn.base.checks import (
     has_values,
 )
 from torchrec_jagged_attn.base.layout import check_offsets_values
+from torchrec_jagged_attn.base.module_checks import check_jagged
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,

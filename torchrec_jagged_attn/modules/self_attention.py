@@ -18,14 +18,13 @@ from torchrec_jagged_attn.base.checks import (
     check_embeddings,
     check_float,
     check_int,
-    check_jagged,
-    check_not_fsdp,
     check_number,
     check_offsets_metadata,
     check_same,
     check_shape,
 )
 from torchrec_jagged_attn.base.layout import check_offsets_values
+from torchrec_jagged_attn.base.module_checks import check_jagged, check_not_fsdp
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
 from torchrec_jagged_attn.ops.attention.arguments import Biases
 from torchrec_jagged_attn.ops.attention.checks import (

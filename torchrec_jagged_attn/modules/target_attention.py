@@ -17,10 +17,10 @@ from torchrec_jagged_attn.base.checks import (
     check_dtype,
     check_finite,
     check_int,
-    check_jagged,
 )
 from torchrec_jagged_attn.base.devices import supported_dtypes
 from torchrec_jagged_attn.base.layout import is_behind
+from torchrec_jagged_attn.base.module_checks import check_jagged
 from torchrec_jagged_attn.codes.api import rows_of_codes
 from torchrec_jagged_attn.codes.checks import check_packed_values
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
