@@ -57,8 +57,8 @@ class JaggedLayout:
 
         Without ``num_rows``, the sum of ``lengths`` is read, which synchronizes with the device.
         """
-        check_integers(lengths, "lengths")
         check_shape(lengths, "lengths", "[B]", (None,))
+        check_integers(lengths, "lengths")
         offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=offsets[1:])
         if num_rows is None:
@@ -78,8 +78,7 @@ class JaggedLayout:
 
     def sample_ids(self) -> Tensor:
         """Return ``[N]`` int64: the sample of each row."""
-        samples = torch.arange(self.batch_size, device=self.offsets.device)
-        return torch.repeat_interleave(samples, self.lengths, output_size=self.num_rows)
+        return sample_ids(self.offsets, self.num_rows)
 
     def positions_from_end(self) -> Tensor:
         """Return ``[N]`` int64: the number of later rows in the same sample; 0 for the last row."""
@@ -99,21 +98,13 @@ class JaggedLayout:
         Raises:
             ValueError: ``offsets`` are not valid.
         """
-        first, last = int(self.offsets[0]), int(self.offsets[-1])
-        if first != 0:
-            raise ValueError(f"{name} must start at 0, got {first}")
-        if last > self.num_rows or (exact and last != self.num_rows):
-            end = "at" if exact else "at or before"
-            raise ValueError(
-                f"{name} must end {end} the {self.num_rows} rows they divide, got {last}"
-            )
-        decreasing = torch.nonzero(self.lengths < 0)
-        if decreasing.numel():
-            position = int(decreasing[0])
-            before, after = int(self.offsets[position]), int(self.offsets[position + 1])
-            raise ValueError(
-                f"{name} must never decrease, got {before} then {after} at position {position + 1}"
-            )
+        _validate_offsets(self.offsets, self.num_rows, name, exact)
+
+
+def sample_ids(offsets: Tensor, num_rows: int) -> Tensor:
+    """Return ``[N]`` int64: the sample of each of ``num_rows`` rows."""
+    samples = torch.arange(offsets.numel() - 1, device=offsets.device)
+    return torch.repeat_interleave(samples, offsets.diff(), output_size=num_rows)
 
 
 def is_behind(offsets: Tensor, num_rows: int) -> Tensor:
@@ -127,7 +118,23 @@ def check_offsets_values(offsets: Tensor, num_rows: int, name: str, *, exact: bo
     They are checked only if :func:`should_validate`.
     """
     if should_validate(offsets):
-        JaggedLayout(offsets, num_rows).validate(name, exact=exact)
+        _validate_offsets(offsets, num_rows, name, exact)
+
+
+def _validate_offsets(offsets: Tensor, num_rows: int, name: str, exact: bool) -> None:
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise ValueError(f"{name} must start at 0, got {first}")
+    if last > num_rows or (exact and last != num_rows):
+        end = "at" if exact else "at or before"
+        raise ValueError(f"{name} must end {end} the {num_rows} rows they divide, got {last}")
+    decreasing = torch.nonzero(offsets.diff() < 0)
+    if decreasing.numel():
+        position = int(decreasing[0])
+        before, after = int(offsets[position]), int(offsets[position + 1])
+        raise ValueError(
+            f"{name} must never decrease, got {before} then {after} at position {position + 1}"
+        )
 
 
 def check_order(timestamps: Tensor, offsets: Tensor, name: str = "timestamps") -> None:
@@ -138,7 +145,7 @@ def check_order(timestamps: Tensor, offsets: Tensor, name: str = "timestamps") -
     if not should_validate(timestamps):
         return
     timestamps = timestamps[: int(offsets[-1])]
-    samples = JaggedLayout(offsets, timestamps.shape[0]).sample_ids()
+    samples = sample_ids(offsets, timestamps.shape[0])
     decreases = (timestamps[1:] < timestamps[:-1]) & (samples[1:] == samples[:-1])
     if (wrong := torch.nonzero(decreases)).numel():
         at = int(wrong[0])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.base.checks import check_has_values, should_validate
 from torchrec_jagged_attn.base.devices import implementation
-from torchrec_jagged_attn.base.layout import JaggedLayout
+from torchrec_jagged_attn.base.layout import sample_ids
 from torchrec_jagged_attn.events.kernels import highest_rows as kernels
 from torchrec_jagged_attn.ops.registration import register_op_without_grad
 
@@ -76,7 +76,7 @@ def _highest_rows(
     if implementation(offsets.device)[0] != "reference":
         return kernels.highest_rows(offsets, scores, segments, keep, threshold)
     num_segments, num_groups = keep.shape[1], keep.numel()
-    group = JaggedLayout(offsets, scores.shape[0]).sample_ids() * num_segments
+    group = sample_ids(offsets, scores.shape[0]) * num_segments
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     is_allowed = scores >= threshold
     if segments is not None:

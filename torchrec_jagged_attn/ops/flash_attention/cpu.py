@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.base.layout import JaggedLayout
+from torchrec_jagged_attn.base.layout import JaggedLayout, sample_ids
 from torchrec_jagged_attn.ops.attention.arguments import SCORES, Biases
 from torchrec_jagged_attn.ops.flash_attention import extension
 from torchrec_jagged_attn.ops.flash_attention.arguments import (
@@ -191,7 +191,7 @@ def bias_of_keys(
         logs = bias.to(compute_dtype(bias)).clamp(min=0).log().to(dtype)
         terms = [logs.unsqueeze(1).expand(-1, num_heads)]
     if position_bias is not None or age_bias is not None:
-        samples = JaggedLayout(kv_offsets, num_keys).sample_ids()
+        samples = sample_ids(kv_offsets, num_keys)
         if position_bias is not None:
             ends, numbers = row_number_ends, row_numbers
             if ends is None or numbers is None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrec_jagged_attn.base.layout import JaggedLayout
+from torchrec_jagged_attn.base.layout import sample_ids
 
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -90,12 +90,12 @@ def softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> Tensor:
             is_masked = x_XY.amax(1, keepdim=True) == -torch.inf
             out[pairs] = x_XY.softmax(1).masked_fill_(is_masked, 0).flatten()
         return out
-    x_NT, sample_ids = _compute(x).contiguous(), JaggedLayout(offsets, x.shape[0]).sample_ids()
+    x_NT, samples = _compute(x).contiguous(), sample_ids(offsets, x.shape[0])
     largest_BT = torch.segment_reduce(x_NT, "max", offsets=offsets, unsafe=True)
     largest_BT.clamp_(min=torch.finfo(x_NT.dtype).min)
-    p_NT = (x_NT - largest_BT.index_select(0, sample_ids)).exp_()
+    p_NT = (x_NT - largest_BT.index_select(0, samples)).exp_()
     total_BT = _sum_rows(p_NT, offsets).clamp_(min=1)
-    return p_NT.div_(total_BT.index_select(0, sample_ids)).to(x.dtype)
+    return p_NT.div_(total_BT.index_select(0, samples)).to(x.dtype)
 
 
 def softmax_backward(
@@ -111,13 +111,13 @@ def softmax_backward(
         return grad_x
     p_NT, dp_NT = _compute(out), _compute(grad_out).contiguous()
     mean_BT = _sum_rows(p_NT * dp_NT, offsets)
-    mean_NT = mean_BT.index_select(0, JaggedLayout(offsets, out.shape[0]).sample_ids())
+    mean_NT = mean_BT.index_select(0, sample_ids(offsets, out.shape[0]))
     return p_NT.mul(dp_NT - mean_NT).to(out.dtype)
 
 
 def elementwise(x: Tensor, y: Tensor, offsets: Tensor, multiply: bool) -> Tensor:
     """Each row of ``x`` ``[N, D]`` plus or times its sample's row of ``y`` ``[B, D]``."""
-    rows = y.index_select(0, JaggedLayout(offsets, x.shape[0]).sample_ids())
+    rows = y.index_select(0, sample_ids(offsets, x.shape[0]))
     return rows.mul_(x) if multiply else rows.add_(x)
 
 
