@@ -1,4 +1,8 @@
-"""Checks of arguments, with consistent error messages."""
+"""Checks of arguments, with consistent error messages.
+
+``check_tensor``, ``check_shape`` and ``check_offsets_metadata`` accept any object. Other checks of
+tensors expect a tensor that one of them has accepted.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +63,13 @@ def check_tensor(value: object, name: str, expected: str = "a tensor") -> None:
 
 def check_integers(tensor: Tensor, name: str) -> None:
     """Check that ``tensor`` is an int32 or int64 tensor."""
-    check_tensor(tensor, name)
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
 
 
 def check_offsets_metadata(offsets: Tensor, name: str = "offsets") -> None:
     """Check that ``offsets`` are ``[B + 1]`` int32 or int64. Their values are not read."""
+    check_tensor(offsets, name)
     check_integers(offsets, name)
     if offsets.dim() != 1 or offsets.numel() == 0:
         raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
@@ -73,7 +77,6 @@ def check_offsets_metadata(offsets: Tensor, name: str = "offsets") -> None:
 
 def check_float(tensor: Tensor, name: str) -> None:
     """Check that ``tensor`` has a dtype that the implementation on its device supports."""
-    check_tensor(tensor, name)
     allowed = supported_dtypes(tensor.device)
     if tensor.dtype not in allowed:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
@@ -114,7 +117,6 @@ def check_same(like: Tensor, like_name: str, dtype: bool, **others: Tensor | Non
     for name, tensor in others.items():
         if tensor is None:
             continue
-        check_tensor(tensor, name)
         if tensor.device != like.device:
             raise ValueError(
                 f"{name} must be on {like.device} as {like_name} is, got {tensor.device}"
@@ -126,8 +128,8 @@ def check_same(like: Tensor, like_name: str, dtype: bool, **others: Tensor | Non
 def check_rows(x: Tensor, name: str, symbols: str, offsets: Tensor, offsets_name: str) -> None:
     """Check that ``x`` is ``[N, D]`` of a supported dtype, on the device of valid ``offsets``."""
     check_offsets_metadata(offsets, offsets_name)
-    check_float(x, name)
     check_shape(x, name, symbols, (None, None))
+    check_float(x, name)
     check_same(x, name, dtype=False, **{offsets_name: offsets})
 
 

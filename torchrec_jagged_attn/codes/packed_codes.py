@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_jagged_attn.base.checks import check_int, check_shape, check_tensor, should_validate
+from torchrec_jagged_attn.base.checks import check_int, check_shape, should_validate
 from torchrec_jagged_attn.codes import bytes_of_codes, codes_per_byte
 from torchrec_jagged_attn.codes.api import pack_codes, unpack_codes
 from torchrec_jagged_attn.codes.checks import check_num_levels, check_packed, check_packed_values
@@ -102,10 +102,9 @@ class PackedCodes:
 
     def check_codes(self, codes: Tensor) -> None:
         """Raise an error unless ``codes`` are integers ``[N, L]`` in range."""
-        check_tensor(codes, "codes")
+        check_shape(codes, "codes", "[N, L]", (None, self.num_codes))
         if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
             raise TypeError(f"codes must be integers, got {codes.dtype}")
-        check_shape(codes, "codes", "[N, L]", (None, self.num_codes))
         if should_validate(codes) and codes.numel():
             low, high = (int(x) for x in codes.long().aminmax())
             limit = self.largest_code

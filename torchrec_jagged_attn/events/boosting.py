@@ -53,8 +53,8 @@ def boost_weights(
         >>> boost_weights(torch.tensor([0.5, 0.5, 0.25]), segments=segments, factors=factors)
         tensor([0.5000, 2.0000, 1.0000])
     """
-    check_float(relevance, "relevance")
     check_shape(relevance, "relevance", "[N]", (None,))
+    check_float(relevance, "relevance")
     check_finite(relevance, "relevance", not_negative=True)
     strength = check_real(strength, "strength")
     weights = relevance**strength
@@ -121,9 +121,9 @@ class EventBoosting(nn.Module):
 @torch.fx.wrap  # a leaf for FX, because it branches on the batch
 def _boost(features: KeyedJaggedTensor, keys: list[str], weights: Tensor) -> KeyedJaggedTensor:
     check_events(features, keys)
-    check_float(weights, "weights")
     counts = dict(zip(features.keys(), features.length_per_key(), strict=True))
     check_shape(weights, "weights", "[N]", (counts[keys[0]],))
+    check_float(weights, "weights")
     check_finite(weights, "weights", not_negative=True)
     new = [weights if key in keys else weights.new_ones(count) for key, count in counts.items()]
     weights, old = torch.cat(new), features.weights_or_none()

@@ -88,8 +88,8 @@ def select_events(
         raise ValueError("events must have one history or more, got none")
     for name, history in histories.items():
         check_jagged(history, name)
-    first_name, first = next(iter(histories.items()))
-    for name, history in histories.items():
+    (first_name, first), *others = histories.items()
+    for name, history in others:
         check_equal_lengths(history, name, first, first_name)
     _check_limits(keep, threshold, scores)
     if capacity is not None:
@@ -121,8 +121,8 @@ def _select_rows(
     check_offsets_metadata(offsets)
     implementation(offsets.device)
     if scores is not None:
-        check_float(scores, "scores")
         check_shape(scores, "scores", "[N]", (num_rows,))
+        check_float(scores, "scores")
         if should_validate(scores) and (wrong := torch.nonzero(scores.isnan())).numel():
             raise ValueError(f"scores must not be NaN, got one at position {int(wrong[0])}")
     if segments is not None:
@@ -140,17 +140,17 @@ def _budgets(
     """``[B, S]`` int64: how many events of each user and segment may be kept."""
     num_users = offsets.shape[0] - 1
     if isinstance(keep, Tensor):
-        check_integers(keep, "keep")
-        check_same(offsets, "offsets", dtype=False, keep=keep)
         if segments is None:
             check_shape(keep, "keep", "[B]", (num_users,))
-            keep = keep.unsqueeze(1)
-        check_shape(keep, "keep", "[B, S]", (num_users, None))
-        if keep.shape[1] == 0:
-            raise ValueError(f"keep must have one segment or more, got {list(keep.shape)}")
+        else:
+            check_shape(keep, "keep", "[B, S]", (num_users, None))
+            if keep.shape[1] == 0:
+                raise ValueError(f"keep must have one segment or more, got {list(keep.shape)}")
+        check_integers(keep, "keep")
+        check_same(offsets, "offsets", dtype=False, keep=keep)
         if should_validate(keep) and keep.numel() and (least := int(keep.min())) < 0:
             raise ValueError(f"keep must be at least 0, got {least}")
-        return keep.long()
+        return keep.long().unsqueeze(1) if segments is None else keep.long()
     limits = _check_keep(keep, segments is not None)
     # Filled on the device, since a copy from the host would synchronize.
     columns = [torch.full((num_users,), limit, device=offsets.device) for limit in limits]

@@ -52,13 +52,13 @@ def segment_sessions(
         >>> segment_sessions(relevance, torch.tensor([0, 3, 4]), times, gap=1800, threshold=0.7)
         tensor([1, 1, 0, 0])
     """
-    check_float(relevance, "relevance")
     check_shape(relevance, "relevance", "[N]", (None,))
+    check_float(relevance, "relevance")
     num_rows = relevance.shape[0]
     layout = JaggedLayout(offsets, num_rows)
-    check_same(relevance, "relevance", dtype=False, offsets=offsets, timestamps=timestamps)
     check_shape(timestamps, "timestamps", "[N]", (num_rows,))
     check_integers(timestamps, "timestamps")
+    check_same(relevance, "relevance", dtype=False, offsets=offsets, timestamps=timestamps)
     gap = check_real(gap, "gap")
     check_real(threshold, "threshold")
     if threshold > 1:

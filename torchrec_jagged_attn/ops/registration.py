@@ -7,7 +7,8 @@ raise an error for derivatives that they do not support.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
@@ -37,6 +38,38 @@ SCHEMA_TYPES = {
 }
 """Schema types of the fields of records."""
 
+
+class _State(threading.local):
+    are_arguments_checked = False
+
+
+_state = _State()
+
+
+def arguments_checked() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which registered ops do not check their arguments, for modules that have
+    checked them.
+
+    It has no effect while compiling: compiled programs call the ops without the module, and the ops
+    then check values.
+    """
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else _without_checks()
+
+
+@contextlib.contextmanager
+def _without_checks() -> Iterator[None]:
+    before, _state.are_arguments_checked = _state.are_arguments_checked, True
+    try:
+        yield
+    finally:
+        _state.are_arguments_checked = before
+
+
+def are_arguments_checked() -> bool:
+    """Return whether the caller is in a context of :func:`arguments_checked`."""
+    return not torch.compiler.is_compiling() and _state.are_arguments_checked
+
+
 # A library unregisters its op when it is garbage-collected. Reloading a module replaces it.
 _libraries: dict[str, torch.library.Library] = {}
 
@@ -55,6 +88,7 @@ def register_op(
     grad_is_passthrough: bool = False,
     num_differentiable: int = 1,
     check: Callable[..., object] = lambda *_: None,
+    check_values: Callable[[Arguments], object] = lambda _: None,
     flops: Callable[[Arguments, Arguments | None], int] | None = None,
 ) -> tuple[torch._ops.OpOverload, Callable[..., Any]]:
     """Register ``torchrec_jagged_attn::name`` and ``name_backward`` for CPU and CUDA.
@@ -85,8 +119,10 @@ def register_op(
             so that ``backward`` does not compute it.
         num_differentiable: how many of the outputs have a gradient, the first ones. If there are
             several, unused outputs have gradients of zeros.
-        check: raises an error for invalid arguments. Only the returned function calls it, not the
-            op.
+        check: raises an error for invalid arguments, unless :func:`arguments_checked`. Only the
+            returned function calls it, not the op.
+        check_values: likewise for values of tensors. The op calls it, so that scripted and compiled
+            programs check them, too.
         flops: FLOPs of matrix products, for PyTorch's ``FlopCounterMode``: of ``(arguments, None)``
             for forward, of ``(arguments, needs)`` for backward.
 
@@ -100,7 +136,10 @@ def register_op(
 
     # The op:
     def run_forward(*leaves: Any) -> Any:
-        results = forward(build(leaves))
+        args = build(leaves)
+        if not _state.are_arguments_checked:
+            check_values(args)
+        results = forward(args)
         return results[0] if is_single else results
 
     def run_fake_forward(*leaves: Any) -> Any:
@@ -215,7 +254,8 @@ def register_op(
         backward_library.impl(f"{name}_backward", refuse_batch, key)
 
     def check_and_call(*leaves: Any) -> Any:
-        check(*leaves)
+        if not are_arguments_checked():
+            check(*leaves)
         results = op(*leaves)
         if is_single:
             return results

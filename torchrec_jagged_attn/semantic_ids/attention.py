@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_jagged_attn.base.autocast import autocast_off, cast_as_products
-from torchrec_jagged_attn.base.checks import check_float, check_same, check_shape
+from torchrec_jagged_attn.base.checks import check_float, check_same, check_shape, check_tensor
 from torchrec_jagged_attn.codes.checks import check_packed
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.ops import jagged_target_attention
@@ -68,6 +68,7 @@ def jagged_target_attention_over_codes(
                 [[-3., -7.]]])
     """
     query, mean, basis = cast_as_products(query, mean, basis)
+    check_tensor(query, "query")
     check_float(query, "query")
     if query.dim() not in (3, 4):
         raise ValueError(f"query must have 3 or 4 dimensions, got {list(query.shape)}")
@@ -75,9 +76,9 @@ def jagged_target_attention_over_codes(
     check_shape(basis, "basis", "[L, D]", (None, width))
     check_shape(mean, "mean", "[D]", (width,))
     check_same(query, "query", dtype=True, mean=mean, basis=basis)
-    check_same(query, "query", dtype=False, packed=packed)
     layout = PackedCodes(basis.shape[0], num_levels)
     check_packed(packed, "packed", layout.num_codes, layout.num_levels)
+    check_same(query, "query", dtype=False, packed=packed)
     # With a softmax, q·μ would only cost precision of the scores.
     key_mean = torch.zeros_like(mean) if options.get("score", "softmax") == "softmax" else mean
     with autocast_off(query):  # all operands have the dtype of the query

@@ -16,7 +16,6 @@ from torchrec_jagged_attn.base.checks import (
     check_real,
     check_same,
     check_shape,
-    check_tensor,
     should_validate,
 )
 from torchrec_jagged_attn.base.ranks import Ranks
@@ -162,10 +161,9 @@ class DiscretePCA(LinearDecoder):
 
 
 def _check_rows(rows: Tensor, embed_dim: int) -> None:
-    check_tensor(rows, "rows")
+    check_shape(rows, "rows", "[N, D]", (None, embed_dim))
     if not rows.is_floating_point():
         raise TypeError(f"rows must be floating point, got {rows.dtype}")
-    check_shape(rows, "rows", "[N, D]", (None, embed_dim))
 
 
 def _check_scale(model: _Model, dtype: torch.dtype) -> None:

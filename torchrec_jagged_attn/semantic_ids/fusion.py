@@ -16,7 +16,6 @@ from torchrec_jagged_attn.base.checks import (
     check_numbers,
     check_same,
     check_shape,
-    check_tensor,
 )
 from torchrec_jagged_attn.semantic_ids.discrete_pca import DiscretePCA
 
@@ -252,5 +251,3 @@ def _check_names(argument: str, tensors: Mapping[str, Tensor], expected: dict[st
         raise ValueError(
             f"{argument} must have the names {sorted(expected)}, got {sorted(tensors)}"
         )
-    for name, tensor in tensors.items():
-        check_tensor(tensor, f"{argument}[{name!r}]")

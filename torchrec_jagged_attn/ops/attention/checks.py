@@ -93,14 +93,9 @@ def check_biases(
     """Check the biases of ``num_rows`` keys, in ``num_samples``, for the heads of ``query``."""
     num_heads = query.shape[-2]
     bias, position_bias, age_bias, timestamps, request_time, *_ = biases
-    check_same(
-        query, query_name, dtype=False,
-        bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
-        request_time=request_time, prior_weights=prior_weights, relative_bias=relative_bias,
-    )  # fmt: skip
     if bias is not None:
-        check_float(bias, "bias")
         check_shape(bias, "bias", "[N, H]", (num_rows, num_heads))
+        check_float(bias, "bias")
     for table, name, symbols in (
         (position_bias, "position_bias", "[P, H]"),
         (age_bias, "age_bias", "[A, H]"),
@@ -108,19 +103,24 @@ def check_biases(
     ):
         if table is None:
             continue
-        check_float(table, name)
         check_shape(table, name, symbols, (None, num_heads))
+        check_float(table, name)
         if table.shape[0] == 0:
             raise ValueError(f"{name} must have at least one bucket, got {list(table.shape)}")
+    if timestamps is not None:
+        check_timestamps(timestamps, num_rows)
     if (age_bias is None) != (timestamps is None):
         given = "age_bias" if timestamps is None else "timestamps"
         raise ValueError(f"age_bias and timestamps must be given together, got {given} alone")
-    if timestamps is not None:
-        check_timestamps(timestamps, num_rows)
     if request_time is not None:
         check_request_time(request_time, timestamps, num_samples)
     if prior_weights is not None:
         check_prior_weights(prior_weights, num_rows)
+    check_same(
+        query, query_name, dtype=False,
+        bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
+        prior_weights=prior_weights, relative_bias=relative_bias,
+    )  # fmt: skip
 
 
 def check_timestamps(timestamps: Tensor, num_rows: int) -> None:
@@ -132,7 +132,10 @@ def check_timestamps(timestamps: Tensor, num_rows: int) -> None:
 
 
 def check_request_time(request_time: Tensor, timestamps: Tensor | None, num_samples: int) -> None:
-    """Check that ``request_time`` is ``[B]`` in the dtype of ``timestamps``, which it requires."""
+    """Check that ``request_time`` is ``[B]``, on the device and in the dtype of ``timestamps``.
+
+    It requires ``timestamps``.
+    """
     if timestamps is None:
         raise ValueError("request_time must be None without timestamps, got a tensor")
     check_shape(request_time, "request_time", "[B]", (num_samples,))
@@ -141,8 +144,8 @@ def check_request_time(request_time: Tensor, timestamps: Tensor | None, num_samp
 
 def check_prior_weights(prior_weights: Tensor, num_rows: int) -> None:
     """Check that ``prior_weights`` are ``[N]`` of a supported dtype."""
-    check_float(prior_weights, "prior_weights")
     check_shape(prior_weights, "prior_weights", "[N]", (num_rows,))
+    check_float(prior_weights, "prior_weights")
 
 
 def check_indices(indices: Tensor) -> None:

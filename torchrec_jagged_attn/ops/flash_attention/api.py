@@ -13,6 +13,7 @@ from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_finite,
     check_float,
+    check_integers,
     check_number,
     check_offsets_metadata,
     check_same,
@@ -189,19 +190,20 @@ def jagged_flash_attention(
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Section 2; its tiled
         softmax is that of FlashAttention-2 (https://arxiv.org/abs/2307.08691), Algorithms 1 and 2.
     """
-    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     q, k, v = cast_as_products(q, k, v)
     check_offsets_metadata(q_offsets, "q_offsets")
-    check_offsets_metadata(kv_offsets, "kv_offsets")
-    check_shape(kv_offsets, "kv_offsets", "[B + 1]", (q_offsets.numel(),))
-    check_float(q, "q")
+    if kv_offsets is not None:
+        check_shape(kv_offsets, "kv_offsets", "[B + 1]", (q_offsets.numel(),))
+        check_integers(kv_offsets, "kv_offsets")
     check_shape(q, "q", "[ΣLq, H, D]", (None, None, None))
+    check_float(q, "q")
     check_shape(k, "k", "[ΣLk, Hk, D]", (None, None, q.shape[2]))
     check_shape(v, "v", "[ΣLk, Hk, Dv]", (k.shape[0], k.shape[1], None))
     check_width(q.shape[2], "q")
     check_width(v.shape[2], "v")
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
     check_biases(q, "q", k.shape[0], kv_offsets.numel() - 1, biases, prior_weights, relative_bias)
     if q.shape[1] == 0:
@@ -228,13 +230,19 @@ def jagged_flash_attention(
     return out, lse.masked_fill_(inverse == 0, -torch.inf)
 
 
-def forward(args: FlashArguments) -> FlashOutputs:
-    """Attend; see :class:`FlashArguments`."""
-    check_offsets_values(args.q_offsets, args.q.shape[0], "q_offsets", exact=False)
-    check_offsets_values(args.kv_offsets, args.k.shape[0], "kv_offsets", exact=False)
+def _check_values(args: FlashArguments) -> None:
+    """Check the values of offsets and prior weights."""
+    num_queries, num_keys = args.q.shape[0], args.k.shape[0]
+    check_offsets_values(args.q_offsets, num_queries, "q_offsets", exact=False)
+    if args.kv_offsets is not args.q_offsets or num_keys != num_queries:
+        check_offsets_values(args.kv_offsets, num_keys, "kv_offsets", exact=False)
     bias = args.biases.bias
     if bias is not None and args.biases.are_prior_weights:
         check_finite(bias, "prior_weights", offsets=args.kv_offsets)
+
+
+def forward(args: FlashArguments) -> FlashOutputs:
+    """Attend; see :class:`FlashArguments`."""
     return implementation_of(args.q, cpu, kernels).forward(args)
 
 
@@ -279,6 +287,7 @@ flash_attention, call_flash_attention = register_op(
     flops=_flops,
     arguments=FlashArguments,
     outputs=FlashOutputs,
+    check_values=_check_values,
     forward=forward,
     fake=new_outputs,
     backward=_backward,

@@ -16,6 +16,7 @@ from torchrec_jagged_attn.base.checks import (
 )
 from torchrec_jagged_attn.base.layout import check_offsets_values
 from torchrec_jagged_attn.ops.interaction import gradients as registered
+from torchrec_jagged_attn.ops.registration import are_arguments_checked
 
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -194,10 +195,10 @@ def array_jagged_bmm_jagged_out(
     Source:
         Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Table 1.
     """
+    check_shape(y, "y", "[Ny, D]", (None, None))
     if num_rows is not None:
         num_rows = check_int(num_rows, "num_rows", 0, "an int or None")
     elif y_offsets is None:
-        check_shape(y, "y", "[Ny, D]", (None, None))
         num_rows = y.shape[0]
     y_offsets = x_offsets if y_offsets is None else y_offsets
     pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
@@ -235,7 +236,7 @@ def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     """
     y_offsets = x_offsets if y_offsets is None else y_offsets
     pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
-    if should_validate(x_offsets):
+    if not are_arguments_checked() and should_validate(x_offsets):
         check_offsets_values(x_offsets, int(x_offsets[-1]), "x_offsets")
         check_offsets_values(y_offsets, int(y_offsets[-1]), "y_offsets")
     return registered.call_softmax(cast_as_softmax(p), pair_offsets, y_offsets)

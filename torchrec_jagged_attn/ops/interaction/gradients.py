@@ -23,6 +23,7 @@ from torch import Tensor
 
 from torchrec_jagged_attn.base.checks import (
     check_float,
+    check_integers,
     check_offsets_metadata,
     check_rows,
     check_same,
@@ -35,7 +36,11 @@ from torchrec_jagged_attn.ops.interaction import cpu
 from torchrec_jagged_attn.ops.interaction.kernels import products as product_kernels
 from torchrec_jagged_attn.ops.interaction.kernels import rows as row_kernels
 from torchrec_jagged_attn.ops.interaction.kernels import softmax as softmax_kernels
-from torchrec_jagged_attn.ops.registration import register_op, register_op_without_grad
+from torchrec_jagged_attn.ops.registration import (
+    are_arguments_checked,
+    register_op,
+    register_op_without_grad,
+)
 
 
 class Rows(NamedTuple):
@@ -119,8 +124,11 @@ def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
     check_same(x, "x", dtype=True, y=y)
 
 
-def _dense_forward(args: Rows) -> Output:
+def _check_row_values(args: Rows) -> None:
     check_offsets_values(args.offsets, args.x.shape[0], "offsets")
+
+
+def _dense_forward(args: Rows) -> Output:
     return Output(_implementation(args.x, product_kernels).jagged_dense_bmm(*args))
 
 
@@ -138,6 +146,7 @@ _, call_jagged_dense_bmm = register_op(
     arguments=Rows,
     outputs=Output,
     check=_check_dense,
+    check_values=_check_row_values,
     forward=_dense_forward,
     fake=lambda args: Output(args.x.new_empty(args.x.shape[0], args.y.shape[2])),
     backward=_dense_backward,
@@ -153,7 +162,6 @@ def _check_jagged(x: Tensor, y: Tensor, offsets: Tensor) -> None:
 
 
 def _jagged_forward(args: Rows) -> Output:
-    check_offsets_values(args.offsets, args.x.shape[0], "offsets")
     return Output(_implementation(args.x, product_kernels).jagged_jagged_bmm(*args))
 
 
@@ -176,6 +184,7 @@ _, call_jagged_jagged_bmm = register_op(
     arguments=Rows,
     outputs=Output,
     check=_check_jagged,
+    check_values=_check_row_values,
     forward=_jagged_forward,
     fake=_fake_jagged,
     backward=_jagged_backward,
@@ -197,16 +206,17 @@ pair_offsets = register_op_without_grad(
 
 def call_pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     """Check the offsets, and return ``[B + 1]`` int64 offsets of the pairs of each sample."""
-    check_offsets_metadata(x_offsets, "x_offsets")
-    check_offsets_metadata(y_offsets, "y_offsets")
-    check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
-    check_same(x_offsets, "x_offsets", dtype=False, y_offsets=y_offsets)
+    if not are_arguments_checked():
+        check_offsets_metadata(x_offsets, "x_offsets")
+        check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
+        check_integers(y_offsets, "y_offsets")
+        check_same(x_offsets, "x_offsets", dtype=False, y_offsets=y_offsets)
     return pair_offsets(x_offsets, y_offsets)
 
 
 def _check_pair_values(p: Tensor, x_offsets: Tensor) -> None:
-    check_float(p, "p")
     check_shape(p, "p", "[Σ Lx·Ly]", (None,))
+    check_float(p, "p")
     check_same(p, "p", dtype=False, x_offsets=x_offsets)
 
 
@@ -219,17 +229,21 @@ def _check_num_pairs(pair_offsets: Tensor, num_pairs: int, name: str) -> None:
         )
 
 
-def _check_pair_bmm(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, *_: Any) -> None:
-    check_rows(x, "x", "[Nx, D]", x_offsets, "x_offsets")
-    check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
+def _check_pair_bmm(x: Tensor, y: Tensor, x_offsets: Tensor, *_: Any) -> None:
+    check_shape(x, "x", "[Nx, D]", (None, None))
+    check_float(x, "x")
     check_shape(y, "y", "[Ny, D]", (None, x.shape[1]))
     check_same(x, "x", dtype=True, y=y)
+    check_same(x, "x", dtype=False, x_offsets=x_offsets)
 
 
-def _pair_forward(args: Pairs) -> Output:
+def _check_pair_bmm_values(args: Pairs) -> None:
     check_offsets_values(args.x_offsets, args.x.shape[0], "x_offsets")
     check_offsets_values(args.y_offsets, args.y.shape[0], "y_offsets")
     _check_num_pairs(args.pair_offsets, args.total, "total")
+
+
+def _pair_forward(args: Pairs) -> Output:
     return Output(_implementation(args.x, product_kernels).pair_bmm(*args))
 
 
@@ -247,6 +261,7 @@ pair_bmm, call_pair_bmm = register_op(
     arguments=Pairs,
     outputs=Output,
     check=_check_pair_bmm,
+    check_values=_check_pair_bmm_values,
     forward=_pair_forward,
     fake=lambda args: Output(args.x.new_empty(args.total)),
     backward=_pair_backward,
@@ -255,19 +270,21 @@ pair_bmm, call_pair_bmm = register_op(
 )
 
 
-def _check_array(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, *_: Any) -> None:
+def _check_array(p: Tensor, y: Tensor, x_offsets: Tensor, *_: Any) -> None:
     _check_pair_values(p, x_offsets)
-    check_rows(y, "y", "[Ny, D]", y_offsets, "y_offsets")
     check_same(p, "p", dtype=True, y=y)
 
 
-def _array_forward(args: Weighted) -> Output:
+def _check_array_values(args: Weighted) -> None:
     p, y, x_offsets, y_offsets, pair_offsets, num_rows, transposed = args
     num_x, num_y = (y.shape[0], num_rows) if transposed else (num_rows, y.shape[0])
     check_offsets_values(x_offsets, num_x, "x_offsets")
     check_offsets_values(y_offsets, num_y, "y_offsets")
     _check_num_pairs(pair_offsets, p.shape[0], "p")
-    return Output(_implementation(p, product_kernels).array_jagged_bmm(*args))
+
+
+def _array_forward(args: Weighted) -> Output:
+    return Output(_implementation(args.p, product_kernels).array_jagged_bmm(*args))
 
 
 def _array_backward(grad_out: Tensor, args: Weighted, _: Output, needs: Weighted) -> Gradients:
@@ -287,6 +304,7 @@ array_jagged_bmm, call_array_jagged_bmm = register_op(
     arguments=Weighted,
     outputs=Output,
     check=_check_array,
+    check_values=_check_array_values,
     forward=_array_forward,
     fake=lambda args: Output(args.y.new_empty(args.num_rows, args.y.shape[1])),
     backward=_array_backward,
@@ -302,11 +320,14 @@ def _check_softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> None
         _check_pair_values(x, offsets)
 
 
-def _softmax_forward(args: Scores) -> Output:
+def _check_softmax_values(args: Scores) -> None:
     if args.y_offsets is None:
         check_offsets_values(args.offsets, args.x.shape[0], "offsets")
     else:
         _check_num_pairs(args.offsets, args.x.shape[0], "p")
+
+
+def _softmax_forward(args: Scores) -> Output:
     return Output(_implementation(args.x, softmax_kernels).softmax(*args))
 
 
@@ -320,6 +341,7 @@ softmax, call_softmax = register_op(
     arguments=Scores,
     outputs=Output,
     check=_check_softmax,
+    check_values=_check_softmax_values,
     forward=_softmax_forward,
     fake=_empty_like_x,
     backward=_softmax_backward,
@@ -335,7 +357,6 @@ def _check_elementwise(x: Tensor, y: Tensor, offsets: Tensor) -> None:
 
 
 def _elementwise_forward(args: Rows, *, multiply: bool) -> Output:
-    check_offsets_values(args.offsets, args.x.shape[0], "offsets")
     return Output(_implementation(args.x, row_kernels).elementwise(*args, multiply=multiply))
 
 
@@ -353,6 +374,7 @@ jagged_dense_add, call_jagged_dense_add = register_op(
     arguments=Rows,
     outputs=Output,
     check=_check_elementwise,
+    check_values=_check_row_values,
     forward=partial(_elementwise_forward, multiply=False),
     fake=_empty_like_x,
     backward=_add_backward,
@@ -376,6 +398,7 @@ _, call_jagged_dense_mul = register_op(
     arguments=Rows,
     outputs=Output,
     check=_check_elementwise,
+    check_values=_check_row_values,
     forward=partial(_elementwise_forward, multiply=True),
     fake=_empty_like_x,
     backward=_mul_backward,

@@ -167,8 +167,8 @@ def jagged_target_attention(
     num_samples = offsets.numel() - 1
     per_sample = query_offsets is None and query.dim() == 3
     if query_offsets is not None:
-        check_offsets_metadata(query_offsets, "query_offsets")
         check_shape(query_offsets, "query_offsets", "[B + 1]", (num_samples + 1,))
+        check_integers(query_offsets, "query_offsets")
         check_shape(query, "query", "[ΣT, H, D]", (None, None, None))
     elif query.dim() == 4 and query.shape[0] == 1:
         check_shape(query, "query", "[1, T, H, D]", (1, None, None, None))
@@ -190,12 +190,11 @@ def jagged_target_attention(
     if indices is not None:
         check_indices(indices)
     num_rows = (history if indices is None else indices).shape[0]
+    check_same(query, "query", dtype=num_levels is None, history=history)
     check_same(
         query, "query", dtype=False,
-        history=history, offsets=offsets, query_offsets=query_offsets, indices=indices,
+        offsets=offsets, query_offsets=query_offsets, indices=indices,
     )  # fmt: skip
-    if num_levels is None:
-        check_same(query, "query", dtype=True, history=history)
     biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
     check_biases(query, "query", num_rows, num_samples, biases, prior_weights)
     check_score(score, prior_weights)
@@ -231,10 +230,11 @@ def _check_row_numbers(args: TargetArguments) -> None:
 
 
 def _check_values(args: TargetArguments) -> None:
-    """Check the values of offsets, indices, packed codes and prior weights.
+    """Check row numbers, and the values of offsets, indices, packed codes and prior weights.
 
     On a GPU only if ``TORCHREC_JAGGED_ATTN_VALIDATE=1``, since reading them synchronizes.
     """
+    _check_row_numbers(args)
     check_offsets_values(args.offsets, args.num_rows, "offsets", exact=False)
     if args.indices is not None:
         check_indices_values(args.indices, args.history.shape[0], args.offsets)
@@ -252,8 +252,6 @@ def _check_values(args: TargetArguments) -> None:
 
 def forward(args: TargetArguments) -> TargetOutputs:
     """Attend; see :class:`TargetArguments`."""
-    _check_row_numbers(args)
-    _check_values(args)
     return implementation_of(args.query, cpu, kernels).forward(args)
 
 
@@ -345,6 +343,7 @@ def flops_of(args: TargetArguments, needs: object) -> int:
 _REGISTERED: dict[str, Any] = {
     "arguments": TargetArguments,
     "flops": flops_of,
+    "check_values": _check_values,
     "non_differentiable": (
         "indices", "timestamps", "request_time", "dropout", "row_numbers", "row_number_ends",
     ),
