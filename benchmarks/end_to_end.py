@@ -82,7 +82,7 @@ from end_to_end_trace import SentBytes, Trace
 from figures import LACKS_MEMORY
 from options import HelpFormatter, number, writable_file
 
-from torchrec_jagged_attn.modules.target_attention_arguments import check_target_heads
+from torchrec_jagged_attn.modules.target_attention_arguments import default_num_heads
 from torchrec_jagged_attn.pipeline.train_pipeline import WARM_UP_STEPS
 
 BATCHES = {200: 4096, 1000: 2048, 4000: 512}
@@ -307,7 +307,7 @@ def labels_of(sizes: Sizes) -> dict[str, Any]:
         "case": step_case(sizes.mean, gpus, SHARDINGS[0], *of_requests, ways),
         "mode": "step",
         **{name: getattr(sizes, name) for name in SIZES},
-        "heads": check_target_heads(None, sizes.width),
+        "heads": default_num_heads(sizes.width),
         "gpus": gpus,
     }
 

@@ -11,8 +11,13 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_jagged_attn.base.checks import check_bool, check_int
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
-from torchrec_jagged_attn.modules.target_attention_arguments import check_codes, packed_codes_of
-from torchrec_jagged_attn.ops.attention.checks import check_score, check_window
+from torchrec_jagged_attn.modules.target_attention_arguments import (
+    check_codes,
+    check_options,
+    packed_codes_of,
+    width_of_codes,
+)
+from torchrec_jagged_attn.ops.attention.checks import check_window
 from torchrec_jagged_attn.ops.attention.dropout import dropout_threshold
 
 
@@ -140,16 +145,10 @@ class TargetAttentionConfig:
             key = getattr(self, name)
             if key is not None and not isinstance(key, str):
                 raise TypeError(f"{name} must be a key or None, got {key!r}")
-        check_bool(self.recency_bias, "recency_bias")
-        if self.value_projection is not None:
-            check_bool(self.value_projection, "value_projection")
+        check_options(self.score, self.init, self.dropout, self.recency_bias, self.value_projection)
         for name in ("num_heads", "max_history"):
             if getattr(self, name) is not None:
                 setattr(self, name, check_int(getattr(self, name), name, 1))
-        dropout_threshold(self.dropout, "dropout")
-        if self.init not in ("recency", "mha"):
-            raise ValueError(f"init must be 'recency' or 'mha', got {self.init!r}")
-        check_score(self.score)
         if self.encoder is not None and not isinstance(self.encoder, EncoderConfig):
             raise TypeError(f"encoder must be an EncoderConfig or None, got {self.encoder!r}")
         if self.timestamps is not None and not self.recency_bias:
@@ -162,7 +161,7 @@ class TargetAttentionConfig:
                 f"timestamps must be given with request_time={self.request_time!r}, got None"
             )
         if self.history_codes is not None:
-            check_codes(self.history_codes, None)
+            check_codes(self.history_codes)
             num_int64 = packed_codes_of(self.history_codes).num_int64
             if len(self.histories) != num_int64:
                 raise ValueError(
@@ -272,7 +271,7 @@ def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig
     if config.history_codes is None:
         embed_dim = sum(features[name] for name in config.histories)
     else:
-        embed_dim = check_codes(config.history_codes, None)
+        embed_dim = width_of_codes(config.history_codes)
         for table in tables:
             if both := sorted({*config.histories} & {*table.feature_names}):
                 raise ValueError(

@@ -43,7 +43,7 @@ from torchrec_jagged_attn.collection.sharding.torchrec_fixes import (
     prepare_lookups,
     refuse_pruning,
 )
-from torchrec_jagged_attn.modules.target_attention_arguments import check_codes
+from torchrec_jagged_attn.modules.target_attention_arguments import width_of_codes
 
 NO_BOUND = torch.iinfo(torch.int64).max
 
@@ -236,7 +236,7 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
         self._tables_of_codes = [
             EmbeddingBagConfig(
                 name=config.histories[0],
-                embedding_dim=check_codes(config.history_codes, None),
+                embedding_dim=width_of_codes(config.history_codes),
                 num_embeddings=1,
                 feature_names=config.histories[:1],
             )

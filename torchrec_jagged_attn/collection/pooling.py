@@ -28,9 +28,9 @@ from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
 from torchrec_jagged_attn.modules.self_attention import HistoryEncoderLayer
 from torchrec_jagged_attn.modules.target_attention import JaggedTargetAttention
 from torchrec_jagged_attn.modules.target_attention_arguments import (
-    check_codes,
-    check_target_heads,
+    default_num_heads,
     packed_codes_of,
+    width_of_codes,
 )
 
 
@@ -382,7 +382,7 @@ def _attention(
         width, num_bytes = _width(histories), 0
     else:
         features, keys = config.histories, config.histories[:1]
-        width = check_codes(config.history_codes, None)
+        width = width_of_codes(config.history_codes)
         num_bytes = packed_codes_of(config.history_codes).num_bytes
     times = config.timestamps or "", config.request_time or ""
     return _Attention(targets, histories, features, keys, width, num_bytes, *times, user_key)
@@ -394,7 +394,7 @@ def _encoder(config: TargetAttentionConfig, width: int, device: torch.device | N
         return _Encoder()
     num_heads = config.num_heads
     if num_heads is None:
-        num_heads = min(4, check_target_heads(None, width))
+        num_heads = min(4, default_num_heads(width))
     return _Encoder(
         *(
             HistoryEncoderLayer(
@@ -534,7 +534,7 @@ def _concatenate_columns(sequences: list[JaggedTensor], names: list[str]) -> Jag
     if len(sequences) == 1:
         return first
     if not is_scripting():
-        for sequence, name in zip(sequences, names, strict=True):
+        for sequence, name in zip(sequences[1:], names[1:], strict=True):
             check_equal_lengths(sequence, name, first, names[0])
     return _with_offsets_of(first, torch.cat([x.values() for x in sequences], dim=1))
 

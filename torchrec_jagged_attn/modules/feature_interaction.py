@@ -14,6 +14,7 @@ from torchrec_jagged_attn.base.autocast import cast_as_products
 from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_float,
+    check_integers,
     check_number,
     check_offsets_metadata,
     check_same,
@@ -33,6 +34,7 @@ from torchrec_jagged_attn.ops import (
     jagged_target_attention,
 )
 from torchrec_jagged_attn.ops.attention.checks import check_width
+from torchrec_jagged_attn.ops.registration import arguments_checked
 
 
 class JaggedFeatureInteraction(nn.Module):
@@ -121,6 +123,12 @@ class JaggedFeatureInteraction(nn.Module):
         rows, offsets = features.values(), features.offsets()
         targets, rows = cast_as_products(targets, rows)
         _check(targets, target_offsets, rows, offsets)
+        with arguments_checked():
+            return self._pool(targets, target_offsets, rows, offsets)
+
+    def _pool(
+        self, targets: Tensor, target_offsets: Tensor | None, rows: Tensor, offsets: Tensor
+    ) -> Tensor:
         width = rows.shape[1]
         fused = self.fused and width > 0  # the fused op does not support a width of 0
         if fused:
@@ -156,14 +164,14 @@ class JaggedFeatureInteraction(nn.Module):
 
 def _check(targets: Tensor, target_offsets: Tensor | None, rows: Tensor, offsets: Tensor) -> None:
     """Check the inputs of the ops, with this module's names in errors."""
-    check_float(rows, "features")
     check_shape(rows, "features.values()", "[N, D]", (None, None))
+    check_float(rows, "features")
     check_offsets_metadata(offsets, "features.offsets()")
     num_samples, width = offsets.numel() - 1, rows.shape[1]
     if target_offsets is not None:
         check_shape(targets, "targets.values()", "[ΣT, D]", (None, width))
-        check_offsets_metadata(target_offsets, "targets.offsets()")
         check_shape(target_offsets, "targets.offsets()", "[B + 1]", (num_samples + 1,))
+        check_integers(target_offsets, "targets.offsets()")
         check_offsets_values(target_offsets, targets.shape[0], "targets.offsets()")
     elif targets.dim() == 3:
         check_shape(targets, "targets", "[B, T, D]", (num_samples, None, width))

@@ -16,6 +16,7 @@ from torchrec_jagged_attn.base.checks import (
     check_device,
     check_dtype,
     check_embeddings,
+    check_finite,
     check_float,
     check_int,
     check_number,
@@ -36,6 +37,7 @@ from torchrec_jagged_attn.ops.attention.checks import (
 )
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.flash_attention.api import call_flash_attention, flash_attention
+from torchrec_jagged_attn.ops.registration import arguments_checked
 
 
 class JaggedSelfAttention(nn.Module):
@@ -187,7 +189,15 @@ def _attend(
     window: int | None,
 ) -> JaggedTensor:
     """``JaggedSelfAttention.forward`` as a function of its parameters and options."""
-    rows, offsets = _rows_and_offsets(history, in_weight)
+    rows, offsets = _rows(history, in_weight), history.offsets()
+    if not is_scripting():
+        check_offsets_metadata(offsets, "history.offsets()")
+        if prior_weights is not None:
+            check_prior_weights(prior_weights, rows.shape[0])
+        check_same(rows, "history", dtype=False, offsets=offsets, prior_weights=prior_weights)
+        check_offsets_values(offsets, rows.shape[0], "history.offsets()", exact=False)
+        if prior_weights is not None:
+            check_finite(prior_weights, "prior_weights", offsets=offsets)
     width = in_weight.shape[1] // num_heads
     qkv = F.linear(rows, in_weight, in_bias).view(-1, 3, num_heads, width)
     q, k, v = qkv.unbind(1)
@@ -199,11 +209,9 @@ def _attend(
     if is_scripting():
         out, _ = _flash_attention_packet(*inputs)
     else:
-        check_float(q, "q")
-        if prior_weights is not None:
-            check_same(rows, "history", dtype=False, prior_weights=prior_weights)
-            check_prior_weights(prior_weights, rows.shape[0])
-        out = call_flash_attention(*inputs)
+        check_float(q, "parameters")
+        with arguments_checked():
+            out = call_flash_attention(*inputs)
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
 
 
@@ -212,19 +220,16 @@ _flash_attention_packet = flash_attention.overloadpacket
 
 
 @torch.fx.wrap
-def _rows_and_offsets(history: JaggedTensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Check ``history``; return its rows, in the dtype of ``weight`` ``[…, E]``, and offsets."""
+def _rows(history: JaggedTensor, weight: Tensor) -> Tensor:
+    """Check the rows of ``history``, and return them in the dtype of ``weight`` ``[…, E]``."""
     if not is_scripting():
         check_jagged(history, "history")
-    rows, offsets = history.values(), history.offsets()
+    rows = history.values()
     if not is_scripting():
         check_embeddings(rows, "history")
         check_float(rows, "history")
         check_shape(rows, "history.values()", "[N, E]", (None, weight.shape[-1]))
-        check_offsets_metadata(offsets, "history.offsets()")
-        check_same(rows, "history", dtype=False, offsets=offsets)
-        check_offsets_values(offsets, rows.shape[0], "history.offsets()", exact=False)
-    return rows.to(weight.dtype), offsets
+    return rows.to(weight.dtype)
 
 
 class HistoryEncoderLayer(nn.Module):
@@ -275,10 +280,8 @@ class HistoryEncoderLayer(nn.Module):
         super().__init__()
         dropout_threshold(attention_dropout, "attention_dropout")
         check_number(dropout, "dropout")
-        num_heads, embed_dim = check_heads(num_heads, embed_dim)
-        if feedforward_dim is None:
-            feedforward_dim = 4 * embed_dim
-        feedforward_dim = check_int(feedforward_dim, "feedforward_dim", 1, "an int or None")
+        if feedforward_dim is not None:
+            feedforward_dim = check_int(feedforward_dim, "feedforward_dim", 1, "an int or None")
         # The names and shapes of torch.nn.TransformerEncoderLayer.
         self.self_attn = JaggedSelfAttention(
             embed_dim,
@@ -290,6 +293,9 @@ class HistoryEncoderLayer(nn.Module):
             device=device,
             dtype=dtype,
         )
+        embed_dim = self.self_attn.embed_dim  # an int, unlike an argument from NumPy
+        if feedforward_dim is None:
+            feedforward_dim = 4 * embed_dim
         self.linear1 = nn.Linear(embed_dim, feedforward_dim, device=device, dtype=dtype)
         self.linear2 = nn.Linear(feedforward_dim, embed_dim, device=device, dtype=dtype)
         self.norm1 = nn.LayerNorm(embed_dim, device=device, dtype=dtype)
@@ -304,7 +310,7 @@ class HistoryEncoderLayer(nn.Module):
         """
         if not is_scripting():
             check_not_fsdp(self)
-        rows, offsets = _rows_and_offsets(history, self.norm1.weight)
+        rows, offsets = _rows(history, self.norm1.weight), history.offsets()
         normed = JaggedTensor(self.norm1(rows), offsets=offsets)
         rows = rows + self.dropout(self.self_attn(normed, prior_weights).values())
         hidden = self.dropout(F.gelu(self.linear1(self.norm2(rows))))

@@ -15,14 +15,12 @@ from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_device,
     check_dtype,
-    check_finite,
     check_int,
 )
 from torchrec_jagged_attn.base.devices import supported_dtypes
 from torchrec_jagged_attn.base.layout import is_behind
 from torchrec_jagged_attn.base.module_checks import check_jagged
 from torchrec_jagged_attn.codes.api import rows_of_codes
-from torchrec_jagged_attn.codes.checks import check_packed_values
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.modules.projections import (
@@ -41,13 +39,16 @@ from torchrec_jagged_attn.modules.target_attention_arguments import (
     RemoteHistory,
     check_codes,
     check_inputs,
-    check_target_heads,
+    check_options,
+    default_num_heads,
     packed_codes_of,
+    width_of_codes,
 )
 from torchrec_jagged_attn.ops.attention.arguments import Biases
-from torchrec_jagged_attn.ops.attention.checks import check_score, check_width
+from torchrec_jagged_attn.ops.attention.checks import check_heads, check_width
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.flash_attention.api import flash_attention
+from torchrec_jagged_attn.ops.registration import arguments_checked
 from torchrec_jagged_attn.ops.target_attention.api import target_attention
 from torchrec_jagged_attn.ops.target_attention.weights import attention_weights
 
@@ -146,25 +147,29 @@ class JaggedTargetAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        embed_dim = check_int(embed_dim, "embed_dim", 0)
-        num_heads = check_target_heads(num_heads, embed_dim)
+        if num_heads is None:
+            embed_dim = check_int(embed_dim, "embed_dim", 1)
+            num_heads = default_num_heads(embed_dim)
+        else:
+            num_heads, embed_dim = check_heads(num_heads, embed_dim)
+        check_options(score, init, dropout, recency_bias, value_projection)
         check_device(device)
         check_dtype(dtype)
         check_bool(bias, "bias")
-        check_bool(recency_bias, "recency_bias")
         check_bool(age_bias, "age_bias")
-        if value_projection is not None:
-            check_bool(value_projection, "value_projection")
         if age_bias and not recency_bias:
             raise ValueError("recency_bias must be True with age_bias=True, got False")
-        if init not in ("recency", "mha"):
-            raise ValueError(f"init must be 'recency' or 'mha', got {init!r}")
-        check_score(score)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = embed_dim // num_heads
         if history_codes is not None:
-            history_dim = check_codes(history_codes, history_dim)
+            check_codes(history_codes)
+            width = width_of_codes(history_codes)
+            if history_dim not in (None, width):
+                raise ValueError(
+                    f"history_dim must be {width} as history_codes is, got {history_dim}"
+                )
+            history_dim = width
             if value_projection is False:
                 raise ValueError(
                     "value_projection must be True or None with history_codes, got False"
@@ -399,20 +404,15 @@ class JaggedTargetAttention(nn.Module):
         rows, offsets = history.values(), history.offsets()
         biases = self._biases(prior_weights, timestamps, request_time)
         check_inputs(target, None, rows, offsets, None, biases, self._options())
-        if prior_weights is not None:
-            check_finite(prior_weights, "prior_weights", offsets=offsets)
         projection_weights = self._weights()
         if self._num_levels:
-            check_packed_values(
-                rows, "history.values()", self._num_codes, self._num_levels, offsets
-            )
             projection_weights = _fold_decoder(
                 projection_weights, self.history_basis, self.history_mean, self.score
             )
             dtype = projection_weights.q_weight.dtype
             rows = rows_of_codes(rows, self._num_codes + 1, self._num_levels, dtype)
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        with autocast_off(rows):
+        with autocast_off(rows), arguments_checked():
             projections = split_projections(projection_weights, self.num_heads, dtype)
             q = F.linear(target.to(dtype), projections.query, projections.query_bias)
             absorbed_query = absorb_keys(q.flatten(0, -2), projections.key)
@@ -492,7 +492,7 @@ def _attend(
     biases = Biases(*biases[:5], draw_dropout(options.dropout_threshold, rows.device))
     args = query, query_offsets, rows, offsets, indices, weights, biases, options, dtype
     if not is_scripting():
-        with autocast_off(rows):
+        with autocast_off(rows), arguments_checked():
             return _attend_to_rows(*args)
     return _attend_to_rows(*args)
 

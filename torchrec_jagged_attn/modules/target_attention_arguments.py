@@ -9,22 +9,23 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_jagged_attn.base.checks import (
+    check_bool,
     check_embeddings,
+    check_finite,
     check_float,
-    check_int,
+    check_integers,
     check_offsets_metadata,
     check_same,
     check_shape,
     check_tensor,
 )
 from torchrec_jagged_attn.base.layout import check_offsets_values, check_order
-from torchrec_jagged_attn.codes.checks import check_packed
+from torchrec_jagged_attn.codes.checks import check_packed, check_packed_values
 from torchrec_jagged_attn.codes.linear_decoder import LinearDecoder
 from torchrec_jagged_attn.codes.packed_codes import PackedCodes
 from torchrec_jagged_attn.modules.projections import ProjectionWeights
 from torchrec_jagged_attn.ops.attention.arguments import Biases
 from torchrec_jagged_attn.ops.attention.checks import (
-    check_heads,
     check_indices,
     check_indices_values,
     check_prior_weights,
@@ -32,6 +33,7 @@ from torchrec_jagged_attn.ops.attention.checks import (
     check_score,
     check_timestamps,
 )
+from torchrec_jagged_attn.ops.attention.dropout import dropout_threshold
 
 
 class Options(NamedTuple):
@@ -68,30 +70,40 @@ class RemoteHistory(JaggedTensor):
         raise NotImplementedError
 
 
-def check_target_heads(num_heads: int | None, embed_dim: int) -> int:
-    """Return ``num_heads``, which must divide ``embed_dim``; for None, the default."""
-    if num_heads is None:
-        check_int(embed_dim, "embed_dim", 1)
-        candidates = (h for h in (8, 4, 2) if embed_dim % h == 0 and embed_dim >= 4 * h)
-        return next(candidates, 1)
-    return check_heads(num_heads, embed_dim)[0]
+def default_num_heads(embed_dim: int) -> int:
+    """Return the default number of heads for outputs of width ``embed_dim``."""
+    return next((h for h in (8, 4, 2) if embed_dim % h == 0 and embed_dim >= 4 * h), 1)
 
 
-def check_codes(history_codes: object, history_dim: int | None) -> int:
-    """Return the width of the rows of ``history_codes``, which must agree with ``history_dim``."""
+def check_options(
+    score: str, init: str, dropout: float, recency_bias: bool, value_projection: bool | None
+) -> None:
+    """Check options of ``JaggedTargetAttention`` that ``TargetAttentionConfig`` has, too."""
+    check_score(score)
+    if init not in ("recency", "mha"):
+        raise ValueError(f"init must be 'recency' or 'mha', got {init!r}")
+    dropout_threshold(dropout, "dropout")
+    check_bool(recency_bias, "recency_bias")
+    if value_projection is not None:
+        check_bool(value_projection, "value_projection")
+
+
+def check_codes(history_codes: object) -> None:
+    """Check that ``history_codes`` are :class:`PackedCodes` or a fitted decoder of such."""
     if isinstance(history_codes, LinearDecoder):
         history_codes.check_fitted()
-        width = history_codes.embed_dim
-    elif isinstance(history_codes, PackedCodes):
-        width = history_codes.num_codes
-    else:
+    elif not isinstance(history_codes, PackedCodes):
         raise TypeError(
             "history_codes must be a DiscretePCA, PackedCodes or None, got a "
             f"{type(history_codes).__name__}"
         )
-    if history_dim not in (None, width):
-        raise ValueError(f"history_dim must be {width} as history_codes is, got {history_dim}")
-    return width
+
+
+def width_of_codes(history_codes: LinearDecoder | PackedCodes) -> int:
+    """Return the width of the rows of ``history_codes``."""
+    if isinstance(history_codes, LinearDecoder):
+        return history_codes.embed_dim
+    return history_codes.num_codes
 
 
 def packed_codes_of(history_codes: LinearDecoder | PackedCodes) -> PackedCodes:
@@ -112,8 +124,9 @@ def check_inputs(
     prior_weights, _, age_bias, timestamps, request_time, *_ = biases
     check_tensor(target, "target", "a tensor or a JaggedTensor")
     check_embeddings(target, "target")
-    if options.num_levels:
-        check_packed(rows, "history.values()", options.num_codes, options.num_levels)
+    num_codes, num_levels = options.num_codes, options.num_levels
+    if num_levels:
+        check_packed(rows, "history.values()", num_codes, num_levels)
     else:
         check_embeddings(rows, "history")
         check_float(rows, "history")
@@ -126,8 +139,8 @@ def check_inputs(
     num_samples, target_dim = offsets.numel() - 1, options.target_dim
     if query_offsets is not None:
         check_shape(target, "target.values()", "[ΣT, target_dim]", (None, target_dim))
-        check_offsets_metadata(query_offsets, "target.offsets()")
         check_shape(query_offsets, "target.offsets()", "[B + 1]", (num_samples + 1,))
+        check_integers(query_offsets, "target.offsets()")
     elif target.dim() == 3:
         check_shape(target, "target", "[B, T, target_dim]", (num_samples, None, target_dim))
     else:
@@ -141,21 +154,14 @@ def check_inputs(
         check_timestamps(timestamps, num_rows)
     if request_time is not None:
         check_request_time(request_time, timestamps, num_samples)
-    check_same(
-        rows,
-        "history",
-        dtype=False,
-        offsets=offsets,
-        target=target,
-        target_offsets=query_offsets,
-        indices=indices,
-        timestamps=timestamps,
-        request_time=request_time,
-        prior_weights=prior_weights,
-    )
     if prior_weights is not None:
         check_score(options.score, prior_weights)
         check_prior_weights(prior_weights, num_rows)
+    check_same(
+        rows, "history", dtype=False,
+        offsets=offsets, target=target, target_offsets=query_offsets, indices=indices,
+        timestamps=timestamps, prior_weights=prior_weights,
+    )  # fmt: skip
     check_offsets_values(offsets, num_rows, "history.offsets()", exact=False)
     if timestamps is not None:
         check_order(timestamps, offsets)
@@ -163,3 +169,8 @@ def check_inputs(
         check_indices_values(indices, rows.shape[0], offsets)
     if query_offsets is not None:
         check_offsets_values(query_offsets, target.shape[0], "target.offsets()", exact=False)
+    if num_levels:
+        row_offsets = offsets if indices is None else None
+        check_packed_values(rows, "history.values()", num_codes, num_levels, row_offsets)
+    if prior_weights is not None:
+        check_finite(prior_weights, "prior_weights", offsets=offsets)
