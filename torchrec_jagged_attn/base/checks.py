@@ -125,14 +125,6 @@ def check_same(like: Tensor, like_name: str, dtype: bool, **others: Tensor | Non
             raise TypeError(f"{name} must be {like.dtype} as {like_name} is, got {tensor.dtype}")
 
 
-def check_rows(x: Tensor, name: str, symbols: str, offsets: Tensor, offsets_name: str) -> None:
-    """Check that ``x`` is ``[N, D]`` of a supported dtype, on the device of valid ``offsets``."""
-    check_offsets_metadata(offsets, offsets_name)
-    check_shape(x, name, symbols, (None, None))
-    check_float(x, name)
-    check_same(x, name, dtype=False, **{offsets_name: offsets})
-
-
 def check_int(
     value: object, name: str, least: int, expected: str = "an int", *, bits: int = 63
 ) -> int:

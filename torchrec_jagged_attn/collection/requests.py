@@ -51,12 +51,12 @@ _add = add_op.overloadpacket  # torch.jit.script supports the packet of an op, n
 def _repeat(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     if not is_scripting():
         check_jagged(candidates, "candidates")
-    offsets = candidates.offsets()
-    if not is_scripting():
+        offsets = candidates.offsets()
         check_shape(rows, "rows", "[B, D]", (offsets.numel() - 1, None))
         check_float(rows, "rows")
         check_same(rows, "rows", dtype=False, offsets=offsets)
         check_offsets_values(offsets, num_rows(candidates), "candidates.offsets()")
+    offsets = candidates.offsets()
     zeros = rows.new_zeros((num_rows(candidates), rows.shape[1]))
     if is_scripting():
         return _add(zeros, rows, offsets)

@@ -14,7 +14,6 @@ from torchrec_jagged_attn.base.autocast import cast_as_products
 from torchrec_jagged_attn.base.checks import (
     check_bool,
     check_float,
-    check_integers,
     check_number,
     check_offsets_metadata,
     check_same,
@@ -24,6 +23,7 @@ from torchrec_jagged_attn.base.checks import (
 )
 from torchrec_jagged_attn.base.layout import check_offsets_values
 from torchrec_jagged_attn.base.module_checks import check_jagged
+from torchrec_jagged_attn.modules.target_attention_arguments import check_targets
 from torchrec_jagged_attn.ops import (
     array_jagged_bmm_jagged_out,
     jagged2_softmax,
@@ -167,16 +167,9 @@ def _check(targets: Tensor, target_offsets: Tensor | None, rows: Tensor, offsets
     check_shape(rows, "features.values()", "[N, D]", (None, None))
     check_float(rows, "features")
     check_offsets_metadata(offsets, "features.offsets()")
-    num_samples, width = offsets.numel() - 1, rows.shape[1]
-    if target_offsets is not None:
-        check_shape(targets, "targets.values()", "[ΣT, D]", (None, width))
-        check_shape(target_offsets, "targets.offsets()", "[B + 1]", (num_samples + 1,))
-        check_integers(target_offsets, "targets.offsets()")
-        check_offsets_values(target_offsets, targets.shape[0], "targets.offsets()")
-    elif targets.dim() == 3:
-        check_shape(targets, "targets", "[B, T, D]", (num_samples, None, width))
-    else:
-        check_shape(targets, "targets", "[B, D]", (num_samples, width))
+    check_targets(targets, target_offsets, "targets", offsets.numel() - 1, "D", rows.shape[1])
     check_same(rows, "features", dtype=True, targets=targets)
     check_same(rows, "features", dtype=False, offsets=offsets, target_offsets=target_offsets)
     check_offsets_values(offsets, rows.shape[0], "features.offsets()")
+    if target_offsets is not None:
+        check_offsets_values(target_offsets, targets.shape[0], "targets.offsets()")

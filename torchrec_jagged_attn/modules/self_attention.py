@@ -224,12 +224,11 @@ def _rows(history: JaggedTensor, weight: Tensor) -> Tensor:
     """Check the rows of ``history``, and return them in the dtype of ``weight`` ``[…, E]``."""
     if not is_scripting():
         check_jagged(history, "history")
-    rows = history.values()
-    if not is_scripting():
+        rows = history.values()
         check_embeddings(rows, "history")
         check_float(rows, "history")
         check_shape(rows, "history.values()", "[N, E]", (None, weight.shape[-1]))
-    return rows.to(weight.dtype)
+    return history.values().to(weight.dtype)
 
 
 class HistoryEncoderLayer(nn.Module):

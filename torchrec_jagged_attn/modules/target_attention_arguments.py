@@ -111,6 +111,22 @@ def packed_codes_of(history_codes: LinearDecoder | PackedCodes) -> PackedCodes:
     return history_codes.packed_codes if isinstance(history_codes, LinearDecoder) else history_codes
 
 
+def check_targets(
+    targets: Tensor, offsets: Tensor | None, name: str, num_samples: int, symbol: str, width: int
+) -> None:
+    """Check that ``targets`` are ``[B, width]``, ``[B, T, width]`` or, with ``offsets``,
+    ``[ΣT, width]``. Errors name the width ``symbol``.
+    """
+    if offsets is not None:
+        check_shape(targets, f"{name}.values()", f"[ΣT, {symbol}]", (None, width))
+        check_shape(offsets, f"{name}.offsets()", "[B + 1]", (num_samples + 1,))
+        check_integers(offsets, f"{name}.offsets()")
+    elif targets.dim() == 3:
+        check_shape(targets, name, f"[B, T, {symbol}]", (num_samples, None, width))
+    else:
+        check_shape(targets, name, f"[B, {symbol}]", (num_samples, width))
+
+
 def check_inputs(
     target: Tensor,
     query_offsets: Tensor | None,
@@ -136,15 +152,8 @@ def check_inputs(
         check_indices(indices)
     num_rows = (rows if indices is None else indices).shape[0]
     check_offsets_metadata(offsets, "history.offsets()")
-    num_samples, target_dim = offsets.numel() - 1, options.target_dim
-    if query_offsets is not None:
-        check_shape(target, "target.values()", "[ΣT, target_dim]", (None, target_dim))
-        check_shape(query_offsets, "target.offsets()", "[B + 1]", (num_samples + 1,))
-        check_integers(query_offsets, "target.offsets()")
-    elif target.dim() == 3:
-        check_shape(target, "target", "[B, T, target_dim]", (num_samples, None, target_dim))
-    else:
-        check_shape(target, "target", "[B, target_dim]", (num_samples, target_dim))
+    num_samples = offsets.numel() - 1
+    check_targets(target, query_offsets, "target", num_samples, "target_dim", options.target_dim)
     if timestamps is None:
         if age_bias is not None:
             raise ValueError("timestamps must be given where age_bias=True, got None")

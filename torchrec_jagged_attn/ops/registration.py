@@ -39,11 +39,7 @@ SCHEMA_TYPES = {
 """Schema types of the fields of records."""
 
 
-class _State(threading.local):
-    are_arguments_checked = False
-
-
-_state = _State()
+_state = threading.local()
 
 
 def arguments_checked() -> contextlib.AbstractContextManager[None]:
@@ -58,16 +54,17 @@ def arguments_checked() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _without_checks() -> Iterator[None]:
-    before, _state.are_arguments_checked = _state.are_arguments_checked, True
+    before = are_arguments_checked()
+    _state.are_checked = True
     try:
         yield
     finally:
-        _state.are_arguments_checked = before
+        _state.are_checked = before
 
 
 def are_arguments_checked() -> bool:
     """Return whether the caller is in a context of :func:`arguments_checked`."""
-    return not torch.compiler.is_compiling() and _state.are_arguments_checked
+    return not torch.compiler.is_compiling() and getattr(_state, "are_checked", False)
 
 
 # A library unregisters its op when it is garbage-collected. Reloading a module replaces it.
@@ -137,7 +134,7 @@ def register_op(
     # The op:
     def run_forward(*leaves: Any) -> Any:
         args = build(leaves)
-        if not _state.are_arguments_checked:
+        if not are_arguments_checked():
             check_values(args)
         results = forward(args)
         return results[0] if is_single else results

@@ -25,7 +25,6 @@ from torchrec_jagged_attn.base.checks import (
     check_float,
     check_integers,
     check_offsets_metadata,
-    check_rows,
     check_same,
     check_shape,
     should_validate,
@@ -118,18 +117,21 @@ def _empty_like_x(args: Rows | Scores) -> Output:
     return Output(args.x.new_empty(args.x.shape))
 
 
+def _check_rows(x: Tensor, symbols: str, offsets: Tensor) -> None:
+    check_offsets_metadata(offsets)
+    check_shape(x, "x", symbols, (None, None))
+    check_float(x, "x")
+    check_same(x, "x", dtype=False, offsets=offsets)
+
+
 def _check_dense(x: Tensor, y: Tensor, offsets: Tensor) -> None:
-    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    _check_rows(x, "[N, D]", offsets)
     check_shape(y, "y", "[B, D, T]", (offsets.numel() - 1, x.shape[1], None))
     check_same(x, "x", dtype=True, y=y)
 
 
 def _check_row_values(args: Rows) -> None:
     check_offsets_values(args.offsets, args.x.shape[0], "offsets")
-
-
-def _dense_forward(args: Rows) -> Output:
-    return Output(_implementation(args.x, product_kernels).jagged_dense_bmm(*args))
 
 
 def _dense_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
@@ -147,7 +149,7 @@ _, call_jagged_dense_bmm = register_op(
     outputs=Output,
     check=_check_dense,
     check_values=_check_row_values,
-    forward=_dense_forward,
+    forward=lambda args: Output(_implementation(args.x, product_kernels).jagged_dense_bmm(*args)),
     fake=lambda args: Output(args.x.new_empty(args.x.shape[0], args.y.shape[2])),
     backward=_dense_backward,
     flops=_row_flops,
@@ -156,13 +158,9 @@ _, call_jagged_dense_bmm = register_op(
 
 
 def _check_jagged(x: Tensor, y: Tensor, offsets: Tensor) -> None:
-    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    _check_rows(x, "[N, D]", offsets)
     check_shape(y, "y", "[N, T]", (x.shape[0], None))
     check_same(x, "x", dtype=True, y=y)
-
-
-def _jagged_forward(args: Rows) -> Output:
-    return Output(_implementation(args.x, product_kernels).jagged_jagged_bmm(*args))
 
 
 def _jagged_backward(grad_out: Tensor, args: Rows, _: Output, needs: Rows) -> Gradients:
@@ -185,7 +183,7 @@ _, call_jagged_jagged_bmm = register_op(
     outputs=Output,
     check=_check_jagged,
     check_values=_check_row_values,
-    forward=_jagged_forward,
+    forward=lambda args: Output(_implementation(args.x, product_kernels).jagged_jagged_bmm(*args)),
     fake=_fake_jagged,
     backward=_jagged_backward,
     flops=_row_flops,
@@ -243,10 +241,6 @@ def _check_pair_bmm_values(args: Pairs) -> None:
     _check_num_pairs(args.pair_offsets, args.total, "total")
 
 
-def _pair_forward(args: Pairs) -> Output:
-    return Output(_implementation(args.x, product_kernels).pair_bmm(*args))
-
-
 def _pair_backward(grad_out: Tensor, args: Pairs, _: Output, needs: Pairs) -> Gradients:
     x, y, *offsets, _total = args
     array = _implementation(x, product_kernels).array_jagged_bmm
@@ -262,7 +256,7 @@ pair_bmm, call_pair_bmm = register_op(
     outputs=Output,
     check=_check_pair_bmm,
     check_values=_check_pair_bmm_values,
-    forward=_pair_forward,
+    forward=lambda args: Output(_implementation(args.x, product_kernels).pair_bmm(*args)),
     fake=lambda args: Output(args.x.new_empty(args.total)),
     backward=_pair_backward,
     flops=lambda args, needs: 2 * args.total * args.x.shape[1] * _num_products(needs),
@@ -283,10 +277,6 @@ def _check_array_values(args: Weighted) -> None:
     _check_num_pairs(pair_offsets, p.shape[0], "p")
 
 
-def _array_forward(args: Weighted) -> Output:
-    return Output(_implementation(args.p, product_kernels).array_jagged_bmm(*args))
-
-
 def _array_backward(grad_out: Tensor, args: Weighted, _: Output, needs: Weighted) -> Gradients:
     p, y, *offsets, _num_rows, transposed = args
     products = _implementation(p, product_kernels)
@@ -305,7 +295,7 @@ array_jagged_bmm, call_array_jagged_bmm = register_op(
     outputs=Output,
     check=_check_array,
     check_values=_check_array_values,
-    forward=_array_forward,
+    forward=lambda args: Output(_implementation(args.p, product_kernels).array_jagged_bmm(*args)),
     fake=lambda args: Output(args.y.new_empty(args.num_rows, args.y.shape[1])),
     backward=_array_backward,
     flops=lambda args, needs: 2 * args.p.numel() * args.y.shape[1] * _num_products(needs),
@@ -315,7 +305,7 @@ array_jagged_bmm, call_array_jagged_bmm = register_op(
 
 def _check_softmax(x: Tensor, offsets: Tensor, y_offsets: Tensor | None) -> None:
     if y_offsets is None:
-        check_rows(x, "x", "[N, T]", offsets, "offsets")
+        _check_rows(x, "[N, T]", offsets)
     else:  # pair offsets, computed from checked offsets
         _check_pair_values(x, offsets)
 
@@ -325,10 +315,6 @@ def _check_softmax_values(args: Scores) -> None:
         check_offsets_values(args.offsets, args.x.shape[0], "offsets")
     else:
         _check_num_pairs(args.offsets, args.x.shape[0], "p")
-
-
-def _softmax_forward(args: Scores) -> Output:
-    return Output(_implementation(args.x, softmax_kernels).softmax(*args))
 
 
 def _softmax_backward(grad_out: Tensor, args: Scores, result: Output, _: Scores) -> Gradients:
@@ -342,7 +328,7 @@ softmax, call_softmax = register_op(
     outputs=Output,
     check=_check_softmax,
     check_values=_check_softmax_values,
-    forward=_softmax_forward,
+    forward=lambda args: Output(_implementation(args.x, softmax_kernels).softmax(*args)),
     fake=_empty_like_x,
     backward=_softmax_backward,
     fake_backward=lambda grad_out, args, result: Gradients(result.out),
@@ -351,7 +337,7 @@ softmax, call_softmax = register_op(
 
 
 def _check_elementwise(x: Tensor, y: Tensor, offsets: Tensor) -> None:
-    check_rows(x, "x", "[N, D]", offsets, "offsets")
+    _check_rows(x, "[N, D]", offsets)
     check_shape(y, "y", "[B, D]", (offsets.numel() - 1, x.shape[1]))
     check_same(x, "x", dtype=True, y=y)
 

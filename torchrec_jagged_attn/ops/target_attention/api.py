@@ -187,14 +187,16 @@ def jagged_target_attention(
         check_shape(history, "history", symbols, (None, width))
     else:
         check_packed_history(history, width, num_levels)
+        check_same(query, "query", dtype=False, history=history)
     if indices is not None:
         check_indices(indices)
     num_rows = (history if indices is None else indices).shape[0]
-    check_same(query, "query", dtype=num_levels is None, history=history)
     check_same(
         query, "query", dtype=False,
         offsets=offsets, query_offsets=query_offsets, indices=indices,
     )  # fmt: skip
+    if num_levels is None:
+        check_same(query, "query", dtype=True, history=history)
     biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
     check_biases(query, "query", num_rows, num_samples, biases, prior_weights)
     check_score(score, prior_weights)
