@@ -192,7 +192,9 @@ def jagged_flash_attention(
     """
     q, k, v = cast_as_products(q, k, v)
     check_offsets_metadata(q_offsets, "q_offsets")
-    if kv_offsets is not None:
+    if kv_offsets is None:
+        kv_offsets = q_offsets
+    else:
         check_shape(kv_offsets, "kv_offsets", "[B + 1]", (q_offsets.numel(),))
         check_integers(kv_offsets, "kv_offsets")
     check_shape(q, "q", "[ΣLq, H, D]", (None, None, None))
@@ -203,7 +205,6 @@ def jagged_flash_attention(
     check_width(v.shape[2], "v")
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
-    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
     check_biases(q, "q", k.shape[0], kv_offsets.numel() - 1, biases, prior_weights, relative_bias)
     if q.shape[1] == 0:
