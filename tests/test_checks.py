@@ -3,8 +3,6 @@
 import functools
 import inspect
 import math
-import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 import torchrec_jagged_attn as package
 from torchrec_jagged_attn import data, events, ops, semantic_ids
 from torchrec_jagged_attn.modules.recency_bias import RecencyBias
-from torchrec_jagged_attn.ops.registration import arguments_checked
 
 pytestmark = pytest.mark.reference  # alike with any kernels
 
@@ -330,59 +327,7 @@ def test_errors_name_the_way_out(call, error, message):
         call()
 
 
-VALUE_CHECKS = (
-    "_validate_offsets",
-    "check_finite",
-    "check_indices_values",
-    "check_offsets_values",
-    "check_order",
-    "check_packed_values",
-)
-INDICES, TIMES, WEIGHTS = torch.arange(9), torch.arange(9), torch.ones(9)
-TARGETS = JaggedTensor(QUERY[:, 0], offsets=torch.arange(4))
 CODES = semantic_ids.PackedCodes(8)
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "count"),
-    [
-        (lambda: CALLS["target"], (), 1),
-        (lambda: CALLS["flash"], (), 1),
-        (CALLS["target module"], (TARGETS, HISTORY, None, WEIGHTS, INDICES), 4),
-        (
-            lambda: package.JaggedTargetAttention(8, age_bias=True).attention_weights,
-            (QUERY[:, 0], HISTORY, TIMES, WEIGHTS),
-            3,
-        ),
-        (
-            lambda: package.JaggedTargetAttention(8, history_codes=CODES),
-            (QUERY[:, 0], JaggedTensor(CODES.pack(ROWS.long()), offsets=OFFSETS)),
-            2,
-        ),
-        (CALLS["self"], (HISTORY, WEIGHTS), 2),
-        (CALLS["layer"], (HISTORY, WEIGHTS), 2),
-        (CALLS["interaction"], (TARGETS, HISTORY), 2),
-        (functools.partial(CALLS["interaction"], fused=False), (TARGETS, HISTORY), 2),
-        (lambda: package.repeat_per_candidate, (QUERY[:, 0], TARGETS), 1),
-        (lambda: CALLS["select"], (), 1),
-    ],
-)
-def test_values_are_checked_once(make, arguments, count):
-    """Each of ``count`` tensors, by the function that is called and not again by the op."""
-    function, checks = make(), Counter()
-
-    def record(frame, event, _):
-        if event == "call" and frame.f_code.co_name in VALUE_CHECKS:
-            first = frame.f_code.co_varnames[0]
-            checks[frame.f_code.co_name, id(frame.f_locals[first])] += 1
-
-    sys.setprofile(record)
-    try:
-        function(*arguments)
-    finally:
-        sys.setprofile(None)
-    assert set(checks.values()) == {1}
-    assert len({tensor for _, tensor in checks}) == count
 
 
 class Attend(torch.nn.Module):
@@ -395,26 +340,19 @@ class Attend(torch.nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["eager", "scripted", "compiled"])
-def test_programs_without_the_module_check_values(mode):
+def test_programs_check_values(mode):
     module = Attend()
     if mode == "scripted":
         module = torch.jit.script(module)
     elif mode == "compiled":
         module = torch.compile(module, backend="eager", fullgraph=True)
-    packed = CODES.pack(ROWS.long())
+    packed, weights = CODES.pack(ROWS.long()), torch.ones(9)
     for _ in range(2):  # an error does not disable checks of the next call
-        module(QUERY[:, 0], packed, OFFSETS, WEIGHTS)
+        module(QUERY[:, 0], packed, OFFSETS, weights)
         for message, changed in (
-            (r"offsets(\(\))? must start at 0, got 1", (packed, OFFSETS + 1, WEIGHTS)),
-            ("history.* must be at most 242, got 255", (packed | 255, OFFSETS, WEIGHTS)),
-            ("prior_weights must be finite, got inf", (packed, OFFSETS, WEIGHTS / 0)),
+            (r"offsets(\(\))? must start at 0, got 1", (packed, OFFSETS + 1, weights)),
+            ("history.* must be at most 242, got 255", (packed | 255, OFFSETS, weights)),
+            ("prior_weights must be finite, got inf", (packed, OFFSETS, weights / 0)),
         ):
             with pytest.raises(Exception, match=message):
                 module(QUERY[:, 0], *changed)
-
-
-def test_ops_check_values_after_an_error_in_a_module():
-    with pytest.raises(RuntimeError), arguments_checked():
-        raise RuntimeError
-    with pytest.raises(ValueError, match="q_offsets must start at 0, got 1"):
-        package.jagged_flash_attention(HEADS, HEADS, HEADS, OFFSETS + 1)

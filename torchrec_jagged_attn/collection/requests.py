@@ -6,13 +6,11 @@ from torch import Tensor
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_jagged_attn.base.checks import check_float, check_same, check_shape
-from torchrec_jagged_attn.base.layout import check_offsets_values
+from torchrec_jagged_attn.base.checks import check_float, check_shape
 from torchrec_jagged_attn.base.module_checks import check_jagged
 from torchrec_jagged_attn.collection.sharding.padding import num_rows
 from torchrec_jagged_attn.ops.interaction.api import jagged_dense_add
 from torchrec_jagged_attn.ops.interaction.gradients import jagged_dense_add as add_op
-from torchrec_jagged_attn.ops.registration import arguments_checked
 
 
 def repeat_per_candidate(rows: Tensor, candidates: JaggedTensor) -> Tensor:
@@ -51,14 +49,11 @@ _add = add_op.overloadpacket  # torch.jit.script supports the packet of an op, n
 def _repeat(rows: Tensor, candidates: JaggedTensor) -> Tensor:
     if not is_scripting():
         check_jagged(candidates, "candidates")
-        offsets = candidates.offsets()
-        check_shape(rows, "rows", "[B, D]", (offsets.numel() - 1, None))
-        check_float(rows, "rows")
-        check_same(rows, "rows", dtype=False, offsets=offsets)
-        check_offsets_values(offsets, num_rows(candidates), "candidates.offsets()")
     offsets = candidates.offsets()
+    if not is_scripting():
+        check_float(rows, "rows")
+        check_shape(rows, "rows", "[B, D]", (offsets.numel() - 1, None))
     zeros = rows.new_zeros((num_rows(candidates), rows.shape[1]))
     if is_scripting():
         return _add(zeros, rows, offsets)
-    with arguments_checked():
-        return jagged_dense_add(zeros, rows, offsets)
+    return jagged_dense_add(zeros, rows, offsets)

@@ -34,7 +34,6 @@ from torchrec_jagged_attn.ops import (
     jagged_target_attention,
 )
 from torchrec_jagged_attn.ops.attention.checks import check_width
-from torchrec_jagged_attn.ops.registration import arguments_checked
 
 
 class JaggedFeatureInteraction(nn.Module):
@@ -123,12 +122,6 @@ class JaggedFeatureInteraction(nn.Module):
         rows, offsets = features.values(), features.offsets()
         targets, rows = cast_as_products(targets, rows)
         _check(targets, target_offsets, rows, offsets)
-        with arguments_checked():
-            return self._pool(targets, target_offsets, rows, offsets)
-
-    def _pool(
-        self, targets: Tensor, target_offsets: Tensor | None, rows: Tensor, offsets: Tensor
-    ) -> Tensor:
         width = rows.shape[1]
         fused = self.fused and width > 0  # the fused op does not support a width of 0
         if fused:

@@ -37,7 +37,6 @@ from torchrec_jagged_attn.ops.attention.checks import (
 )
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.flash_attention.api import call_flash_attention, flash_attention
-from torchrec_jagged_attn.ops.registration import arguments_checked
 
 
 class JaggedSelfAttention(nn.Module):
@@ -210,8 +209,7 @@ def _attend(
         out, _ = _flash_attention_packet(*inputs)
     else:
         check_float(q, "parameters")
-        with arguments_checked():
-            out = call_flash_attention(*inputs)
+        out = call_flash_attention(*inputs)
     return JaggedTensor(F.linear(out.flatten(1), out_weight, out_bias), offsets=offsets)
 
 

@@ -48,7 +48,6 @@ from torchrec_jagged_attn.ops.attention.arguments import Biases
 from torchrec_jagged_attn.ops.attention.checks import check_heads, check_width
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
 from torchrec_jagged_attn.ops.flash_attention.api import flash_attention
-from torchrec_jagged_attn.ops.registration import arguments_checked
 from torchrec_jagged_attn.ops.target_attention.api import target_attention
 from torchrec_jagged_attn.ops.target_attention.weights import attention_weights
 
@@ -412,7 +411,7 @@ class JaggedTargetAttention(nn.Module):
             dtype = projection_weights.q_weight.dtype
             rows = rows_of_codes(rows, self._num_codes + 1, self._num_levels, dtype)
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        with autocast_off(rows), arguments_checked():
+        with autocast_off(rows):
             projections = split_projections(projection_weights, self.num_heads, dtype)
             q = F.linear(target.to(dtype), projections.query, projections.query_bias)
             absorbed_query = absorb_keys(q.flatten(0, -2), projections.key)
@@ -492,7 +491,7 @@ def _attend(
     biases = Biases(*biases[:5], draw_dropout(options.dropout_threshold, rows.device))
     args = query, query_offsets, rows, offsets, indices, weights, biases, options, dtype
     if not is_scripting():
-        with autocast_off(rows), arguments_checked():
+        with autocast_off(rows):
             return _attend_to_rows(*args)
     return _attend_to_rows(*args)
 

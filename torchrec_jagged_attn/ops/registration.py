@@ -7,8 +7,7 @@ raise an error for derivatives that they do not support.
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
@@ -37,35 +36,6 @@ SCHEMA_TYPES = {
     str: "str",
 }
 """Schema types of the fields of records."""
-
-
-_state = threading.local()
-
-
-def arguments_checked() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which registered ops do not check their arguments, for modules that have
-    checked them.
-
-    It has no effect while compiling: compiled programs call the ops without the module, and the ops
-    then check values.
-    """
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else _without_checks()
-
-
-@contextlib.contextmanager
-def _without_checks() -> Iterator[None]:
-    before = are_arguments_checked()
-    _state.are_checked = True
-    try:
-        yield
-    finally:
-        _state.are_checked = before
-
-
-def are_arguments_checked() -> bool:
-    """Return whether the caller is in a context of :func:`arguments_checked`."""
-    return not torch.compiler.is_compiling() and getattr(_state, "are_checked", False)
-
 
 # A library unregisters its op when it is garbage-collected. Reloading a module replaces it.
 _libraries: dict[str, torch.library.Library] = {}
@@ -116,8 +86,8 @@ def register_op(
             so that ``backward`` does not compute it.
         num_differentiable: how many of the outputs have a gradient, the first ones. If there are
             several, unused outputs have gradients of zeros.
-        check: raises an error for invalid arguments, unless :func:`arguments_checked`. Only the
-            returned function calls it, not the op.
+        check: raises an error for invalid arguments. Only the returned function calls it, not the
+            op.
         check_values: likewise for values of tensors. The op calls it, so that scripted and compiled
             programs check them, too.
         flops: FLOPs of matrix products, for PyTorch's ``FlopCounterMode``: of ``(arguments, None)``
@@ -134,8 +104,7 @@ def register_op(
     # The op:
     def run_forward(*leaves: Any) -> Any:
         args = build(leaves)
-        if not are_arguments_checked():
-            check_values(args)
+        check_values(args)
         results = forward(args)
         return results[0] if is_single else results
 
@@ -251,8 +220,7 @@ def register_op(
         backward_library.impl(f"{name}_backward", refuse_batch, key)
 
     def check_and_call(*leaves: Any) -> Any:
-        if not are_arguments_checked():
-            check(*leaves)
+        check(*leaves)
         results = op(*leaves)
         if is_single:
             return results

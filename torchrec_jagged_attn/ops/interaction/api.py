@@ -16,7 +16,6 @@ from torchrec_jagged_attn.base.checks import (
 )
 from torchrec_jagged_attn.base.layout import check_offsets_values
 from torchrec_jagged_attn.ops.interaction import gradients as registered
-from torchrec_jagged_attn.ops.registration import are_arguments_checked
 
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
@@ -236,7 +235,7 @@ def jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor | None = Non
     """
     y_offsets = x_offsets if y_offsets is None else y_offsets
     pair_offsets = registered.call_pair_offsets(x_offsets, y_offsets)
-    if not are_arguments_checked() and should_validate(x_offsets):
+    if should_validate(x_offsets):
         check_offsets_values(x_offsets, int(x_offsets[-1]), "x_offsets")
         check_offsets_values(y_offsets, int(y_offsets[-1]), "y_offsets")
     return registered.call_softmax(cast_as_softmax(p), pair_offsets, y_offsets)

@@ -35,11 +35,7 @@ from torchrec_jagged_attn.ops.interaction import cpu
 from torchrec_jagged_attn.ops.interaction.kernels import products as product_kernels
 from torchrec_jagged_attn.ops.interaction.kernels import rows as row_kernels
 from torchrec_jagged_attn.ops.interaction.kernels import softmax as softmax_kernels
-from torchrec_jagged_attn.ops.registration import (
-    are_arguments_checked,
-    register_op,
-    register_op_without_grad,
-)
+from torchrec_jagged_attn.ops.registration import register_op, register_op_without_grad
 
 
 class Rows(NamedTuple):
@@ -204,11 +200,10 @@ pair_offsets = register_op_without_grad(
 
 def call_pair_offsets(x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
     """Check the offsets, and return ``[B + 1]`` int64 offsets of the pairs of each sample."""
-    if not are_arguments_checked():
-        check_offsets_metadata(x_offsets, "x_offsets")
-        check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
-        check_integers(y_offsets, "y_offsets")
-        check_same(x_offsets, "x_offsets", dtype=False, y_offsets=y_offsets)
+    check_offsets_metadata(x_offsets, "x_offsets")
+    check_shape(y_offsets, "y_offsets", "[B + 1]", (x_offsets.numel(),))
+    check_integers(y_offsets, "y_offsets")
+    check_same(x_offsets, "x_offsets", dtype=False, y_offsets=y_offsets)
     return pair_offsets(x_offsets, y_offsets)
 
 
