@@ -130,8 +130,8 @@ class FixedExchange:
     def start(self, inputs: Sequence[KeyedJaggedTensor], can_send: bool) -> ExchangedIds:
         """Send the ids of a batch.
 
-        On a GPU, the current stream must not be the default stream, and the result is valid until the next but one call, whose stream must wait for all
-        uses of the result.
+        On a GPU, the current stream must not be the default stream. The result is valid until the
+        next but one call, whose stream must wait for all uses of the result.
 
         If not ``can_send``, because the router does not accept the batch, or with another number of
         samples, owner ranks are sent -1 as the number of samples.
