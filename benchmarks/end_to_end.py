@@ -89,7 +89,7 @@ BATCHES = {200: 4096, 1000: 2048, 4000: 512}
 """Samples of a step and rank, unless --batch says so: of this mean, or of the next smaller one."""
 QUICK = Sizes(5, 16, features=3, feature_rows=40, item_rows=60, width=32,
               dense=(16,), over=(16, 1))  # fmt: skip
-DEFAULT = ("sum", "sum-graph", "linear-varlen", "ours", "ours-graph")
+DEFAULT = ("sum", "sum-graph", "linear-varlen", "ours", "ours-graph", "encoder-graph")
 WAYS = ("by_popularity", "fused")  # in which cases of equal sizes differ
 NUM_BATCHES = 4  # which steps go through again and again
 WARMUP = 4  # steps before all else: those ahead of a pipeline are of the batches before

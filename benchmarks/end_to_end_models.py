@@ -204,7 +204,9 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
         for name, (names, rows) in features.items()
     ]
     configs = [
-        TargetAttentionConfig(target="item", history=history, **provider.options)
+        TargetAttentionConfig(
+            target="item", history=history, encoder=provider.encoder, **provider.options
+        )
         for history in histories
     ]
     return DLRMTrain(

@@ -20,6 +20,7 @@ from tests.oracles import flash_attention_oracle
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
 from torchrec_jagged_attn import (
+    EncoderConfig,
     JaggedTargetAttention,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -179,6 +180,7 @@ class Provider:
     graph: bool = False  # whether the pipeline is a TrainPipelineCudaGraph
     # Of the attention, besides target and history.
     options: dict[str, Any] = field(default_factory=dict)
+    encoder: EncoderConfig | None = None
     # A peer's attention in the place of ours, behind the same linear layers.
     attend: Callable[..., Tensor] | None = None
     din: bool = False  # the activation unit in its place
@@ -201,6 +203,8 @@ PROVIDERS = {
     "linear-varlen": peer("linear layers, FlashAttention-2 of jagged rows", attend=varlen),
     "ours": Provider("TargetAttentionEmbeddingBagCollection, by default"),
     "ours-graph": Provider("the same in a TrainPipelineCudaGraph", graph=True),
+    "encoder-graph": Provider("the same after an encoder layer", graph=True,
+                              encoder=EncoderConfig()),
     "ours-value-projection": Provider("with value_projection=True",
                                       options={"value_projection": True}),
     "ours-as-peers": Provider("the function of peers: values projected, no bias",

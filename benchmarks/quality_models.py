@@ -14,7 +14,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingCon
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn import HistoryEncoderLayer, JaggedTargetAttention
 
 ATTENDED = ("item", "category")
 Table = TypeVar("Table", bound=BaseEmbeddingConfig)
@@ -152,10 +152,23 @@ class ActivationUnit(PaddedPooling):
         return torch.einsum("bl,ble->be", weights * is_event, x)
 
 
+class EncodedAttention(nn.Module):
+    """Attention behind an encoder layer, as with ``EncoderConfig()`` in a collection."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.attention = JaggedTargetAttention(embed_dim)
+        self.encoder = HistoryEncoderLayer(embed_dim, min(4, self.attention.num_heads))
+
+    def forward(self, target: Tensor, rows: JaggedTensor) -> Tensor:
+        return self.attention(target, self.encoder(rows))
+
+
 POOLINGS: dict[str, Callable[[Run, int], nn.Module]] = {
     "mean": lambda run, embed_dim: Mean(run),
     "recency": lambda run, embed_dim: Mean(run, run.half_life),
     "din": ActivationUnit,
     "attention": lambda run, embed_dim: JaggedTargetAttention(embed_dim),
+    "encoder": lambda run, embed_dim: EncodedAttention(embed_dim),
 }
 """By name: from a run and the width of the history's rows to a pooling."""

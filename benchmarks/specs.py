@@ -37,6 +37,7 @@ STEP_PROVIDERS = {
     "linear-varlen": "linear + FlashAttention-2",
     "ours": "ours",
     "ours-graph": "ours, CUDA graph",
+    "encoder-graph": "ours after an encoder layer, CUDA graph",
     "ours-value-projection": "ours, values projected",
     "ours-as-peers": "ours, the function of peers",
     "ours-rows-travel": "ours, rows travel",
@@ -53,6 +54,7 @@ POOLINGS = {
     "recency": "mean weighted by recency",
     "din": "DIN's activation unit, padded",
     "attention": "attention, the default",
+    "encoder": "the same after an encoder layer",
 }
 """Those of ``quality.py``, in words."""
 LOGS = {
@@ -310,7 +312,7 @@ MODEL_TABLES = {
         lines(
             *(
                 f"{STEP_PROVIDERS[x]} = {{{x} time}} ({{{x} gpu_busy}}), {{{x} throughput ×}} ×"
-                for x in GRAPH_PROVIDERS
+                for x in (*GRAPH_PROVIDERS, "encoder-graph")
             )
         ),
         ours="sum",
@@ -386,7 +388,7 @@ MODEL_TABLES = {
     ),
     "auc": Table(
         "pooling of the history",
-        {label: name for name, label in POOLINGS.items() if name != "din"},
+        {label: name for name, label in POOLINGS.items() if name not in ("din", "encoder")},
         lines(
             *(f"{words} = {{* auc @{log}}} ± {{* auc_se @{log}}}" for log, words in LOGS.items())
         ),
