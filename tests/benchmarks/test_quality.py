@@ -190,9 +190,9 @@ def test_results_do_not_depend_on_how_many_run_at_a_time(monkeypatch):
     runs = [dataclasses.replace(RUN, pooling=name) for name in ("mean", "din")]
     found = []
     for jobs in (1, 2):
-        with quality.Runs(None, jobs, "cpu") as those:
-            those.train(runs)
-        found.append([{**those.done[run], "seconds": 0, "date": ""} for run in runs])
+        with quality.Runs(None, jobs, "cpu") as all_runs:
+            all_runs.train(runs)
+        found.append([{**all_runs.done[run], "seconds": 0, "date": ""} for run in runs])
     assert found[0] == found[1]
 
 
