@@ -86,8 +86,8 @@ def make_routes() -> tuple[list[Route], list[list[int]]]:
         lookups.append([*range(len(routes), len(routes) + len(keys))])
         rows = math.ceil(NUM_IDS / len(ranks))
         routes += [
-            Route(index, key, of, rows, is_replicated=kind == "replicated")
-            for key, of in zip(keys, owners, strict=True)
+            Route(index, key, owner_ranks, rows, is_replicated=kind == "replicated")
+            for key, owner_ranks in zip(keys, owners, strict=True)
         ]
     return routes, lookups
 
