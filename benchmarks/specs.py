@@ -74,7 +74,6 @@ EVENTS = {
 EVENT_LOGS = {
     "synthetic": "synthetic",
     "ml-1m": "MovieLens-1M",
-    "ml-1m@300": "MovieLens-1M, 300 users",
     "synthetic-gpu": "synthetic, on a GPU",
 }
 BUDGETS = {"1": "1", "0.5": "½", "0.25": "¼", "0.125": "⅛"}
