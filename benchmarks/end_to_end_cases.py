@@ -1,10 +1,10 @@
-"""The names of the cases of ``end_to_end.py``, for the script and for what reads its figures."""
+"""Names of the cases of ``end_to_end.py``."""
 
 from collections.abc import Sequence
 
 GPUS = (1, 2, 4, 8)
 SHARDINGS = ("row_wise", "table_wise")
-"""Of the item table, on several GPUs."""
+"""Shardings of the item table on several GPUs."""
 
 
 def step_case(
@@ -15,7 +15,7 @@ def step_case(
     candidate_features: int = 0,
     ways: Sequence[str] = (),
 ) -> str:
-    """The name of a case; on one GPU nothing is sharded. ``ways`` are in what it differs else."""
+    """Return the name of a case. ``ways`` are further options that distinguish it."""
     parts = [f"mean-{mean}"]
     parts += [f"candidates-{candidates}"] * (candidates > 1)
     parts += [f"features-{candidate_features}"] * (candidate_features > 0)

@@ -1,4 +1,4 @@
-"""The DLRM of ``end_to_end.py``: its sizes and batches, sharded, with its optimizers."""
+"""The DLRM of ``end_to_end.py``: sizes, batches, sharding and optimizers."""
 
 from __future__ import annotations
 
@@ -43,70 +43,68 @@ from torchrec_jagged_attn.events import EventSelection
 
 NUM_DENSE = 13
 CLIP = 4
-"""The longest history, as a multiple of the mean."""
+"""Maximum length of a history, as a multiple of the mean."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model and its batches measure."""
+    """Sizes of a model and its batches."""
 
-    mean: int  # of the lengths of histories, before they are clipped
-    batch: int  # samples of a step, of each rank
-    # So many samples after each other are candidates of one request, whose histories and features
-    # they have.
+    mean: int  # mean length of histories before clipping
+    batch: int  # samples per step and rank
+    # Number of consecutive samples that are candidates of one request, with the same histories and
+    # features.
     candidates: int = 1
-    candidate_features: int = 0  # the last of the features, which each candidate has of its own
-    histories: int = 1  # which the item attends to; all of items
-    features: int = 26  # pooled ones, of one id in each sample
-    feature_rows: int = 400_000  # of each of their tables
-    item_rows: int = 5_000_000  # of the table of the item and its histories
-    width: int = 128  # columns of all tables
-    # How uneven ids are: by popularity, one of n rows is n · u ** skew, u uniform.
-    skew: float = 3.0
-    # Whether the table is in this order. Else popular rows lie all over it, as where ids are
-    # hashed.
+    candidate_features: int = 0  # number of features that differ between candidates, the last ones
+    histories: int = 1  # histories of items that the item attends to
+    features: int = 26  # pooled features of one id per sample
+    feature_rows: int = 400_000  # rows of each of their tables
+    item_rows: int = 5_000_000  # rows of the table of the item and its histories
+    width: int = 128  # width of all tables
+    skew: float = 3.0  # ids of a table of n rows are n · u ** skew, with uniform u
+    # Whether ids are ordered by popularity. Otherwise popular ids are spread, as if hashed.
     by_popularity: bool = False
     fused: bool = False  # whether the pipeline is a TrainPipelineFusedSparseDist
-    dense: tuple[int, ...] = (512, 256)  # widths of the layers for dense features; width follows
-    over: tuple[int, ...] = (1024, 1024, 512, 256, 1)  # widths of the layers after the interaction
+    dense: tuple[int, ...] = (512, 256)  # widths of the dense arch, before ``width``
+    over: tuple[int, ...] = (1024, 1024, 512, 256, 1)  # widths of the over arch
 
     @property
     def table_rows(self) -> int:
-        """Rows of all tables."""
+        """Total number of rows of all tables."""
         return self.features * self.feature_rows + self.item_rows
 
     @property
     def requests(self) -> int:
-        """Of a step, of each rank."""
+        """Requests per step and rank."""
         return self.batch // self.candidates
 
     @property
-    def keys_of_requests(self) -> list[str]:
-        """Features that all candidates of a request have, histories last."""
+    def request_keys(self) -> list[str]:
+        """Features of requests, histories last."""
         features = range(self.features - self.candidate_features)
         return [f"feature_{i}" for i in features] + self.history_keys
 
     @property
-    def keys_of_candidates(self) -> list[str]:
-        """Features of each candidate, the item last."""
+    def candidate_keys(self) -> list[str]:
+        """Features of candidates, the item last."""
         features = range(self.features - self.candidate_features, self.features)
         return [*(f"feature_{i}" for i in features), "item"]
 
     @property
     def history_keys(self) -> list[str]:
-        """The histories."""
+        """Features that are histories."""
         return [f"history_{i}" for i in range(self.histories)]
 
 
 def make_lengths(sizes: Sizes, generator: torch.Generator) -> Tensor:
-    """Lengths of a history of each request: log-normal, clipped at ``CLIP`` times the mean."""
+    """Return a log-normal length per request, clipped at ``CLIP`` times the mean."""
     normal = torch.randn(sizes.requests, generator=generator, dtype=torch.float64)
     return (sizes.mean * (normal - 0.5).exp()).round().long().clamp(1, CLIP * sizes.mean)
 
 
 @contextlib.contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Of the ranks that torchrun started, or of this process alone: a GPU each, or the CPU."""
+    """Join the process group of torchrun, or a group of one rank; yield the rank's device."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
     if on_gpu:
@@ -124,7 +122,7 @@ def process_group() -> Iterator[torch.device]:
     finally:
         if on_gpu:
             gc.unfreeze()
-        gc.collect()  # sharded models lie in reference cycles
+        gc.collect()  # sharded models are in reference cycles
         dist.destroy_process_group()
 
 
@@ -132,10 +130,10 @@ def process_group() -> Iterator[torch.device]:
 def make_batches(
     sizes: Sizes, count: int, device: torch.device, rank: int = 0, *, by_request: bool = False
 ) -> list[Batch]:
-    """Random batches in the host's memory, the same for all providers.
+    """Return random batches in host memory, the same for all providers.
 
-    Samples have a copy each of what their request has; ``by_request`` there is one, and several
-    candidates.
+    Each sample has a copy of the features of its request; with ``by_request``, a sample is a
+    request with several candidates.
     """
     generator = torch.Generator().manual_seed(rank)
     batches = [_draw(sizes, generator, by_request) for _ in range(count)]
@@ -143,7 +141,7 @@ def make_batches(
 
 
 def _draw(sizes: Sizes, generator: torch.Generator, by_request: bool) -> Batch:
-    """A batch, see :func:`make_batches`."""
+    """Return a batch, see :func:`make_batches`."""
 
     def ids(key: str, number: int) -> Tensor:
         rows = sizes.feature_rows if key.startswith("feature") else sizes.item_rows
@@ -155,26 +153,26 @@ def _draw(sizes: Sizes, generator: torch.Generator, by_request: bool) -> Batch:
         return by_popularity * stride % rows
 
     values, lengths = [], []
-    for key in sizes.keys_of_requests:
+    for key in sizes.request_keys:
         is_history = key in sizes.history_keys
-        of_each = make_lengths(sizes, generator) if is_history else torch.ones(sizes.requests)
-        of_each = of_each.long()
-        drawn = ids(key, int(of_each.sum()))
+        counts = make_lengths(sizes, generator) if is_history else torch.ones(sizes.requests)
+        counts = counts.long()
+        drawn = ids(key, int(counts.sum()))
         if not by_request and sizes.candidates > 1:
-            of_requests = drawn.split(of_each.tolist())
-            drawn = torch.cat([ids.repeat(sizes.candidates) for ids in of_requests])
-            of_each = of_each.repeat_interleave(sizes.candidates)
+            by_request_ids = drawn.split(counts.tolist())
+            drawn = torch.cat([ids.repeat(sizes.candidates) for ids in by_request_ids])
+            counts = counts.repeat_interleave(sizes.candidates)
         values.append(drawn)
-        lengths.append(of_each)
-    for key in sizes.keys_of_candidates:
+        lengths.append(counts)
+    for key in sizes.candidate_keys:
         values.append(ids(key, sizes.batch))
-        of_each = sizes.candidates if by_request else 1
-        lengths.append(torch.full((sizes.batch // of_each,), of_each))
+        counts = sizes.candidates if by_request else 1
+        lengths.append(torch.full((sizes.batch // counts,), counts))
     dense = torch.rand(sizes.requests, NUM_DENSE, generator=generator)
     return Batch(
         dense_features=dense.repeat_interleave(sizes.candidates, 0),
         sparse_features=KeyedJaggedTensor(
-            keys=[*sizes.keys_of_requests, *sizes.keys_of_candidates],
+            keys=[*sizes.request_keys, *sizes.candidate_keys],
             values=torch.cat(values),
             lengths=torch.cat(lengths).int(),
         ),
@@ -183,14 +181,14 @@ def _draw(sizes: Sizes, generator: torch.Generator, by_request: bool) -> Batch:
 
 
 def newest_events(batch: Batch, sizes: Sizes) -> Batch:
-    """The batch with the newest event of each history alone."""
+    """Return a batch with only the newest event of each history."""
     newest = nn.Sequential(*(EventSelection([key], 1) for key in sizes.history_keys))
-    made = Batch(batch.dense_features, newest(batch.sparse_features), batch.labels)
-    return made.pin_memory() if batch.labels.is_pinned() else made
+    short = Batch(batch.dense_features, newest(batch.sparse_features), batch.labels)
+    return short.pin_memory() if batch.labels.is_pinned() else short
 
 
 def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
-    """A DLRM on the meta device."""
+    """Return a DLRM on the meta device."""
     histories = sizes.history_keys
     features = {str(i): ([f"feature_{i}"], sizes.feature_rows) for i in range(sizes.features)}
     features["item"] = ["item", *histories], sizes.item_rows
@@ -204,13 +202,15 @@ def make_model(provider: Provider, sizes: Sizes) -> DLRMTrain:
         for name, (names, rows) in features.items()
     ]
     configs = [
-        TargetAttentionConfig(target="item", history=history, **provider.options)
+        TargetAttentionConfig(
+            target="item", history=history, encoder=provider.encoder, **provider.options
+        )
         for history in histories
     ]
     return DLRMTrain(
         DLRM(
             embedding_bag_collection=make_collection(  # pyright: ignore[reportArgumentType]
-                provider, tables, configs, CLIP * sizes.mean, sizes.keys_of_candidates[:-1]
+                provider, tables, configs, CLIP * sizes.mean, sizes.candidate_keys[:-1]
             ),
             dense_in_features=NUM_DENSE,
             dense_arch_layer_sizes=[*sizes.dense, sizes.width],
@@ -229,12 +229,12 @@ def shard(
     sharding: str = "row_wise",
     table_lr: float = 0.01,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """A model of ``provider``, sharded, and its optimizers.
+    """Return a sharded model of ``provider`` and its optimizers.
 
     Args:
-        batch: samples of a step, of each rank.
-        sharding: of the largest table, and of all that one lookup looks up with it; others are
-            spread table by table.
+        batch: samples per step and rank.
+        sharding: sharding of the largest table and of tables in the same lookup; all others are
+            table-wise.
         table_lr: learning rate of RowWiseAdagrad.
     """
     apply_optimizer_in_backward(RowWiseAdagrad, embedding_parameters(model), {"lr": table_lr})
@@ -242,7 +242,7 @@ def shard(
     tables = model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
     largest = max(tables, key=lambda table: table.num_embeddings)
     ranks = dist.get_world_size()
-    memory = None  # the planner's own default is 32 GB
+    memory = None  # the default of the planner is 32 GB
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     planner = EmbeddingShardingPlanner(
@@ -261,7 +261,7 @@ def shard(
         },
         debug=False,
     )
-    plan = planner.plan(model, sharders)  # the same on all ranks, errors too
+    plan = planner.plan(model, sharders)  # deterministic, so that all ranks have the same plan
     sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     adam = KeyedOptimizerWrapper(
@@ -278,7 +278,7 @@ def make_pipeline(
     *,
     fused: bool = False,
 ) -> TrainPipelineSparseDist:
-    """The pipeline of ``provider``, a ``TrainPipelineFusedSparseDist`` if it is ``fused``."""
+    """Return the pipeline of ``provider``, a ``TrainPipelineFusedSparseDist`` if ``fused``."""
     make = TrainPipelineFusedSparseDist if fused else TrainPipelineSparseDist
     if provider.graph:
         make = TrainPipelineCudaGraph
@@ -286,9 +286,9 @@ def make_pipeline(
 
 
 def make_sharders(provider: Provider, device: torch.device) -> list[ModuleSharder]:
-    """Of pooled lookups and of sequences; these are in bf16 on a GPU."""
+    """Return sharders of pooled features and of sequences, with outputs in bf16 on a GPU."""
     fused = {"output_dtype": SparseType.BF16} if device.type == "cuda" else {}
     sequences = HistoryEmbeddingCollectionSharder(fused_params={**fused})
-    if not provider.rows_stay:
+    if not provider.owner_side:
         sequences = EmbeddingCollectionSharder({**fused}, use_index_dedup=provider.index_dedup)
     return [EmbeddingBagCollectionSharder(fused_params={**fused}), sequences]

@@ -1,4 +1,4 @@
-"""The ways of ``end_to_end.py`` to pool a history: ours, peers, and a sum; and their check."""
+"""Providers of ``end_to_end.py`` (ours, peers, sum pooling), and a check of their results."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.oracles import flash_attention_oracle
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
 from torchrec_jagged_attn import (
+    EncoderConfig,
     JaggedTargetAttention,
     TargetAttentionConfig,
     TargetAttentionEmbeddingBagCollection,
@@ -27,30 +28,34 @@ from torchrec_jagged_attn import (
 
 DIN_LAYERS = (256, 64)
 MAX_PADDED = 2**30
-"""Elements of a padded tensor: FBGEMM and PyTorch count its places in int32."""
+"""Maximum number of elements of a padded tensor: FBGEMM and PyTorch index it in int32."""
 
 
 def pad(rows: Tensor, history: JaggedTensor, max_length: int) -> tuple[Tensor, Tensor]:
-    """``[B, L, C]`` of ``rows`` ``[N, C]``, and which of them are real, ``[B, L]``."""
+    """Pad ``rows`` ``[N, C]`` to ``[B, L, C]``; also return a mask of rows ``[B, L]``."""
     offsets = history.offsets()
     padded = torch.ops.fbgemm.jagged_to_padded_dense(rows, [offsets], [max_length], 0.0)
-    places = torch.arange(max_length, device=rows.device)
-    return padded, places < history.lengths().unsqueeze(1)
+    positions = torch.arange(max_length, device=rows.device)
+    return padded, positions < history.lengths().unsqueeze(1)
 
 
 def padded_sdpa(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:
-    """``F.scaled_dot_product_attention`` of padded histories, masked.
+    """``F.scaled_dot_product_attention`` of padded histories with a mask.
 
-    Samples with more than ``MAX_PADDED`` elements are taken in parts, after a wait for the lengths.
+    Batches with more than ``MAX_PADDED`` elements are split, for which the host waits for the GPU.
     """
     samples = max(1, MAX_PADDED // (max_length * q[0].numel()))
     if len(q) > samples:
         lengths = history.lengths().split(samples)
-        rows = kv.split([int(of_part.sum()) for of_part in lengths])
+        rows = kv.split([int(part_lengths.sum()) for part_lengths in lengths])
         return torch.cat(
             [
-                padded_sdpa(q_part, kv_part, JaggedTensor(kv_part, lengths=of_part), max_length)
-                for q_part, kv_part, of_part in zip(q.split(samples), rows, lengths, strict=True)
+                padded_sdpa(
+                    q_part, kv_part, JaggedTensor(kv_part, lengths=part_lengths), max_length
+                )
+                for q_part, kv_part, part_lengths in zip(
+                    q.split(samples), rows, lengths, strict=True
+                )
             ]
         )
     (k, visible), (v, _) = (pad(x.flatten(1), history, max_length) for x in kv.unbind(1))
@@ -60,7 +65,7 @@ def padded_sdpa(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -
 
 
 def varlen(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:
-    """FlashAttention-2, as PyTorch has it."""
+    """FlashAttention-2 in PyTorch."""
     from torch.nn.attention.varlen import varlen_attn  # not in builds for a CPU
 
     each = torch.arange(q.shape[0] + 1, device=q.device, dtype=torch.int32)
@@ -68,10 +73,10 @@ def varlen(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Ten
 
 
 def fbgemm_sll(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) -> Tensor:
-    """FBGEMM's ``sll_jagged_dense_flash_attention``, head by head, in fp32: its backward has no
-    other dtype.
+    """FBGEMM's ``sll_jagged_dense_flash_attention``, head by head, in fp32, since its backward
+    supports no other dtype.
 
-    In its words the history is the query and the target a dense key, ``[B, D, 1]``.
+    The op calls the history the query, and the target a dense key ``[B, D, 1]``.
     """
     import fbgemm_gpu.sll  # noqa: F401  (registers the op)
 
@@ -95,14 +100,13 @@ def fbgemm_sll(q: Tensor, kv: Tensor, history: JaggedTensor, max_length: int) ->
     return torch.stack(heads, 2).squeeze(1).to(q.dtype)
 
 
-class Explicit(nn.Module):
-    """Keys and values of all history rows, and then a peer's attention.
+class MaterializedAttention(nn.Module):
+    """A peer's attention on materialized keys and values.
 
     Args:
-        attention: whose weights it has.
-        attend: takes ``q`` ``[B, H, D]``, ``kv`` ``[N, 2, H, D]``, the history and its longest
-            length.
-        max_length: no history is longer.
+        attention: module with the projections.
+        attend: takes ``q`` ``[B, H, D]``, ``kv`` ``[N, 2, H, D]``, the history and ``max_length``.
+        max_length: maximum length of a history.
     """
 
     def __init__(
@@ -112,31 +116,31 @@ class Explicit(nn.Module):
         self.attention, self.attend, self.max_length = attention, attend, max_length
 
     def forward(self, target: Tensor, history: JaggedTensor, *_: None, **__: None) -> Tensor:
-        """As :class:`JaggedTargetAttention`, without anything else."""
-        of, width, x = self.attention, target.shape[1], history.values()
-        heads = (of.num_heads, width // of.num_heads)
-        if of.in_proj_weight is None:
-            q = F.linear(target, of.q_proj_weight, of.in_proj_bias)
-            kv = torch.cat([F.linear(x, of.k_proj_weight), x], 1)
+        """Return what :class:`JaggedTargetAttention` returns, without its further arguments."""
+        module, width, x = self.attention, target.shape[1], history.values()
+        heads = (module.num_heads, width // module.num_heads)
+        if module.in_proj_weight is None:
+            q = F.linear(target, module.q_proj_weight, module.in_proj_bias)
+            kv = torch.cat([F.linear(x, module.k_proj_weight), x], 1)
         else:
             weights, biases = (
-                y.split([width, 2 * width]) for y in (of.in_proj_weight, of.in_proj_bias)
+                y.split([width, 2 * width]) for y in (module.in_proj_weight, module.in_proj_bias)
             )
             q = F.linear(target, weights[0], biases[0])
             kv = F.linear(x, weights[1], biases[1])
         out = self.attend(
             q.unflatten(1, heads), kv.unflatten(1, (2, *heads)), history, self.max_length
         ).flatten(1)
-        return out if of.out_proj is None else of.out_proj(out)
+        return out if module.out_proj is None else module.out_proj(out)
 
 
 class PaddedDIN(nn.Module):
     """DIN as in TorchEasyRec: a softmax of an MLP of ``[q, x, q − x, q · x]`` on padded rows.
 
     Args:
-        width: of targets and rows.
-        max_length: no history is longer.
-        device: of the parameters.
+        width: width of targets and rows.
+        max_length: maximum length of a history.
+        device: device of the parameters.
 
     Source:
         ``DINEncoder`` of https://github.com/alibaba/TorchEasyRec, with the MLP of its example
@@ -152,7 +156,7 @@ class PaddedDIN(nn.Module):
         self.weigh = nn.Sequential(*layers[:-1])
 
     def forward(self, target: Tensor, history: JaggedTensor, *_: None, **__: None) -> Tensor:
-        """As :class:`JaggedTargetAttention`, without anything else."""
+        """Return what :class:`JaggedTargetAttention` returns, without its further arguments."""
         x, visible = pad(history.values(), history, self.max_length)
         q = target.unsqueeze(1).expand_as(x)
         scores = self.weigh(torch.cat([q, x, q - x, q * x], 2)).squeeze(2)
@@ -160,10 +164,10 @@ class PaddedDIN(nn.Module):
         return (weights.to(x.dtype).unsqueeze(1) @ x).squeeze(1)
 
 
-def set_longest(model: nn.Module, length: int) -> None:
-    """Tells the peers in ``model`` how long the longest history is."""
+def set_max_length(model: nn.Module, length: int) -> None:
+    """Set the maximum length of a history in all peers of ``model``."""
     for module in model.modules():
-        if isinstance(module, (Explicit, PaddedDIN)):
+        if isinstance(module, (MaterializedAttention, PaddedDIN)):
             module.max_length = length
 
 
@@ -172,25 +176,24 @@ AS_PEERS = {"value_projection": True, "recency_bias": False, "init": "mha"}
 
 @dataclass(frozen=True)
 class Provider:
-    """A way to pool histories."""
+    """A pooling of histories, and its options."""
 
-    does: str  # in a few words
-    attends: bool = True  # else histories are pooled by an EmbeddingBagCollection
+    description: str
+    attends: bool = True  # otherwise, an EmbeddingBagCollection pools histories
     graph: bool = False  # whether the pipeline is a TrainPipelineCudaGraph
-    # Of the attention, besides target and history.
-    options: dict[str, Any] = field(default_factory=dict)
-    # A peer's attention in the place of ours, behind the same linear layers.
+    options: dict[str, Any] = field(default_factory=dict)  # options of TargetAttentionConfig
+    encoder: EncoderConfig | None = None
+    # A peer's attention in place of ours, with the same linear layers.
     attend: Callable[..., Tensor] | None = None
-    din: bool = False  # the activation unit in its place
-    # Whether HistoryEmbeddingCollectionSharder shards the histories' table.
-    rows_stay: bool = True
-    single_ids: bool = False  # whether ours is told that each feature has exactly one id
-    # TorchRec's, of lookups that are not pooled: a row is looked up once a batch.
-    index_dedup: bool = False
-    by_request: bool = False  # whether requests have several candidates, see make_batches
+    din: bool = False  # whether DIN's activation unit replaces the attention
+    # Whether HistoryEmbeddingCollectionSharder shards the table of histories.
+    owner_side: bool = True
+    single_ids: bool = False  # whether to set single_id_features
+    index_dedup: bool = False  # use_index_dedup of TorchRec's sharder
+    by_request: bool = False  # whether samples are requests of several candidates, see make_batches
 
 
-peer = functools.partial(Provider, options=AS_PEERS, rows_stay=False)
+peer = functools.partial(Provider, options=AS_PEERS, owner_side=False)
 PROVIDERS = {
     "sum": Provider("EmbeddingBagCollection, no attention", attends=False),
     "sum-graph": Provider("the same in a TrainPipelineCudaGraph", attends=False, graph=True),
@@ -201,13 +204,15 @@ PROVIDERS = {
     "linear-varlen": peer("linear layers, FlashAttention-2 of jagged rows", attend=varlen),
     "ours": Provider("TargetAttentionEmbeddingBagCollection, by default"),
     "ours-graph": Provider("the same in a TrainPipelineCudaGraph", graph=True),
+    "encoder-graph": Provider("the same after an encoder layer", graph=True,
+                              encoder=EncoderConfig()),
     "ours-value-projection": Provider("with value_projection=True",
                                       options={"value_projection": True}),
     "ours-as-peers": Provider("the function of peers: values projected, no bias",
                               options=AS_PEERS),
-    "ours-rows-travel": Provider("by default, sharded as by TorchRec", rows_stay=False),
+    "ours-rows-sent": Provider("by default, with TorchRec's sharder", owner_side=False),
     "ours-single-ids": Provider("with single_id_features: one lookup of all", single_ids=True),
-    "ours-index-dedup": Provider("and with TorchRec's use_index_dedup", rows_stay=False,
+    "ours-index-dedup": Provider("and with TorchRec's use_index_dedup", owner_side=False,
                                  single_ids=True, index_dedup=True),
     "ours-by-request": Provider("with candidates='jagged' and single_id_features",
                                 single_ids=True, by_request=True),
@@ -221,10 +226,10 @@ def make_collection(
     max_length: int,
     candidate_features: Sequence[str] = (),
 ) -> EmbeddingBagCollection | TargetAttentionEmbeddingBagCollection:
-    """What looks up and pools, on the meta device, with the attentions of ``provider``.
+    """Return a collection on the meta device, with the attentions of ``provider``.
 
     Args:
-        max_length: no history is longer.
+        max_length: maximum length of a history.
         candidate_features: pooled features of candidates, not of requests.
     """
     meta = torch.device("meta")
@@ -245,12 +250,12 @@ def make_collection(
         if provider.din:
             attentions[i] = PaddedDIN(attention.embed_dim, max_length, meta)
         elif provider.attend is not None:
-            attentions[i] = Explicit(attention, provider.attend, max_length)
+            attentions[i] = MaterializedAttention(attention, provider.attend, max_length)
     return collection
 
 
 def formula(q: Tensor, kv: Tensor, history: JaggedTensor, bias: Tensor | None) -> Tensor:
-    """The package's test formula, with the recency bias ``[P, H]``, if any."""
+    """Return the attention of the test oracle, with an optional recency bias ``[P, H]``."""
     each = torch.arange(q.shape[0] + 1, device=q.device)
     offsets = history.offsets()
     return flash_attention_oracle(q, *kv.unbind(1), each, offsets, position_bias=bias)
@@ -259,16 +264,16 @@ def formula(q: Tensor, kv: Tensor, history: JaggedTensor, bias: Tensor | None) -
 def check_attentions(
     names: Iterable[str], lengths: Tensor, width: int, max_length: int
 ) -> dict[str, str]:
-    """Output and gradients of the attentions of providers, against the formula in fp64.
+    """Compare output and gradients of the attentions of providers with an fp64 oracle.
 
     Args:
-        names: of ``PROVIDERS``.
-        lengths: of the histories that it draws, on the device where it computes.
-        width: of targets and rows.
-        max_length: no history may be longer.
+        names: names of ``PROVIDERS``.
+        lengths: lengths of the random histories, on the device to use.
+        width: width of targets and rows.
+        max_length: maximum length of a history.
 
     Returns:
-        Why those of ``names`` that are wrong, or cannot run here, do not pass.
+        The reason by provider that is wrong or cannot run on this machine.
     """
     device = lengths.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -285,11 +290,13 @@ def check_attentions(
         attention: nn.Module = JaggedTargetAttention(width, device=device, **options)
         attention = attention.to(rows.dtype).to(dtype)
         if dtype == torch.float64:
-            of = attention.recency_bias
-            bias = None if of is None else of.position_weight
-            attention = Explicit(attention, lambda *args: formula(*args[:3], bias), max_length)
+            recency = attention.recency_bias
+            bias = None if recency is None else recency.position_weight
+            attention = MaterializedAttention(
+                attention, lambda *args: formula(*args[:3], bias), max_length
+            )
         elif provider.attend is not None:
-            attention = Explicit(attention, provider.attend, max_length)
+            attention = MaterializedAttention(attention, provider.attend, max_length)
         x, t = (leaf.to(dtype).requires_grad_() for leaf in (rows.clone(), target.clone()))
         out = attention(t, JaggedTensor(x, lengths=lengths))
         grads = torch.autograd.grad(out, (t, x), out_grad.to(dtype))
@@ -306,11 +313,11 @@ def check_attentions(
             actual = results(provider, dtype)
             for what, tensor in actual.items():
                 assert_close(tensor, expected[what], errors, name=what)
-        except Exception as error:  # whatever a peer raises that cannot run here
-            failed[name] = in_a_line(error)
+        except Exception as error:  # peers raise different errors
+            failed[name] = summarize_error(error)
     return failed
 
 
-def in_a_line(error: Exception) -> str:
-    """What was raised, and the first line of its message."""
+def summarize_error(error: Exception) -> str:
+    """Return the type of an error and the first line of its message."""
     return textwrap.shorten(f"{type(error).__name__}: {error}".partition("\n")[0], 120)

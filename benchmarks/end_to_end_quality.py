@@ -1,11 +1,10 @@
-"""Compare NE and AUC of one attention as it is computed by ours and by peers.
+"""Compare NE and AUC of one attention, computed by ours and by peers.
 
     python benchmarks/end_to_end_quality.py --csv quality.csv
     python benchmarks/end_to_end_quality.py data/ml-1m --csv quality.csv
 
-Trains a DLRM on logs of users with each provider of ``end_to_end.py``, from the same weights and
-with the same batches, and takes figures ten times in each epoch. What stands in the CSV is not
-trained again.
+Trains a DLRM with each provider of ``end_to_end.py``, with the same initial weights and batches,
+and evaluates it ten times per epoch. Trainings in the CSV are not repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-if __name__ == "__main__":  # TorchRec and FBGEMM say much about themselves
+if __name__ == "__main__":  # silence TorchRec and FBGEMM
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)
 
@@ -29,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from end_to_end_models import make_pipeline, process_group, shard
-from end_to_end_peers import PROVIDERS, Provider, in_a_line, make_collection
+from end_to_end_peers import PROVIDERS, Provider, make_collection, summarize_error
 from end_to_end_results import add, matching, measured_with
 from events import NUM_DENSE_FEATURES, Events, Examples, evaluation_batches, training_batches
 from movielens import read_movielens
 from options import HelpFormatter, number, writable_file
 from planted import planted_log
-from quality_models import ATTENDED, rate, tables_of
+from quality_models import ATTENDED, make_tables, rate
 from torch import Tensor
 from torchrec.distributed import TrainPipelineSparseDist
 from torchrec.models.dlrm import DLRM, DLRMTrain
@@ -45,25 +44,25 @@ from torchrec_jagged_attn import TargetAttentionConfig
 
 PLANTED = "planted"
 SAME = ("padded", "linear-varlen", "ours")
-"""One function, computed in several ways."""
-BATCH = 1024  # of all ranks
+"""Providers that compute the same function."""
+BATCH = 1024  # samples of all ranks
 WIDTH, HEADS = 16, 4
 MAX_HISTORY = 200
-TABLE_LR, TABLE_LR_OF_LOGS = 0.05, 0.01
-"""Of RowWiseAdagrad. With the first, losses jump where films are rated by thousands of users."""
+TABLE_LR, MOVIELENS_TABLE_LR = 0.05, 0.01
+"""Learning rates of RowWiseAdagrad. With the first, the loss on MovieLens-1M is unstable."""
 POINTS = 10
-"""Of an epoch, where figures are taken."""
+"""Number of evaluations per epoch."""
 
 
 def read_events(data: str) -> Events:
-    """Of ``PLANTED``, or of a folder of MovieLens-1M."""
+    """Return the events of ``PLANTED``, or of a folder of MovieLens-1M."""
     log = planted_log() if data == PLANTED else read_movielens(Path(data))
     return Events(log, max_history=MAX_HISTORY)
 
 
 def make_model(provider: Provider, events: Events) -> DLRMTrain:
-    """As in ``examples/train_dlrm.py``, but that no attention has a bias by recency."""
-    tables = tables_of(EmbeddingBagConfig, events.log.cardinalities(), WIDTH)
+    """Return the model of ``examples/train_dlrm.py``, without a recency bias."""
+    tables = make_tables(EmbeddingBagConfig, events.log.cardinalities(), WIDTH)
     config = TargetAttentionConfig(
         target=[*ATTENDED],
         history=[f"{name}_history" for name in ATTENDED],
@@ -89,25 +88,25 @@ def curve(
     device: torch.device,
     table_lr: float = TABLE_LR,
 ) -> Iterator[tuple[float, float, float]]:
-    """Trains, and tests ``POINTS`` times in each epoch: epochs done, AUC and NE of the test.
+    """Train a model, and yield epochs, test AUC and test NE ``POINTS`` times per epoch.
 
-    On a GPU with autocast to bf16.
+    On a GPU, autocast to bf16 is enabled.
     """
     torch.manual_seed(0)
-    of_rank = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    rank_options = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     model, optimizer = shard(
         provider,
         make_model(provider, events),
-        BATCH // of_rank["world_size"],
+        BATCH // rank_options["world_size"],
         device,
         table_lr=table_lr,
     )
     pipeline = make_pipeline(provider, model, optimizer, device)
     testing = events.testing()
-    every = evaluation_batches(len(testing), BATCH, **of_rank)
+    every = evaluation_batches(len(testing), BATCH, **rank_options)
     for epoch in range(epochs):
         examples = events.training(epoch)
-        batches = training_batches(len(examples), BATCH, seed=0, epoch=epoch, **of_rank)
+        batches = training_batches(len(examples), BATCH, seed=0, epoch=epoch, **rank_options)
         bounds = [len(batches) * i // POINTS for i in range(POINTS + 1)]
         for i, (first, last) in enumerate(itertools.pairwise(bounds), 1):
             if first < last:
@@ -122,7 +121,7 @@ def run(
     trains: bool,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Logits and labels of ``batches``, ``[S]``, of all ranks."""
+    """Return logits and labels ``[S]`` of ``batches`` of all ranks."""
     on_gpu = device.type == "cuda"
     pipeline._model.train(trains)
     made = (examples[index] for index in batches)
@@ -131,13 +130,13 @@ def run(
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=on_gpu)
     with torch.set_grad_enabled(trains), autocast:
         for _ in batches:
-            _, of_logits, of_labels = pipeline.progress(loader)
-            logits.append(of_logits.float())
-            labels.append(of_labels)
+            _, batch_logits, batch_labels = pipeline.progress(loader)
+            logits.append(batch_logits.float())
+            labels.append(batch_labels)
     both = torch.stack([torch.cat(logits), torch.cat(labels)])
-    of_ranks = [torch.empty_like(both) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, both)
-    all_logits, all_labels = torch.stack(of_ranks, 2).flatten(1)
+    gathered = [torch.empty_like(both) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, both)
+    all_logits, all_labels = torch.stack(gathered, 2).flatten(1)
     return all_logits[: len(examples)], all_labels[: len(examples)]
 
 
@@ -153,14 +152,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     events, data = read_events(args.data), Path(args.data).name
-    table_lr = TABLE_LR if data == PLANTED else TABLE_LR_OF_LOGS
+    table_lr = TABLE_LR if data == PLANTED else MOVIELENS_TABLE_LR
     with process_group() as device:
         gpus = dist.get_world_size()
         suite = {"suite": "end_to_end_quality", "gpus": gpus}
         last = f"{data}-{args.epochs}.0"
-        stand = {*matching(args.csv, {**suite, "case": last})["provider"]}
+        finished = {*matching(args.csv, {**suite, "case": last})["provider"]}
         for name in args.providers:
-            if name in stand:
+            if name in finished:
                 continue
             rows = []
             try:
@@ -174,8 +173,8 @@ def main(argv: list[str] | None = None) -> None:
                         rows.append(label | figure)
                     if dist.get_rank() == 0:
                         print(f"{name}, epoch {epoch:.1f}: AUC {auc:.4f}, NE {ne:.4f}", flush=True)
-            except (ImportError, RuntimeError) as error:  # what cannot run here
-                print(f"{name}: not trained, {in_a_line(error)}", flush=True)
+            except (ImportError, RuntimeError) as error:  # cannot run on this machine
+                print(f"{name}: not trained, {summarize_error(error)}", flush=True)
                 continue
             if dist.get_rank() == 0:
                 add(args.csv, rows)

@@ -1,4 +1,4 @@
-"""The CSV of ``end_to_end*.py``: what stands in it, what is added, and its tables."""
+"""Read, extend and print the CSV of ``end_to_end*.py``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COLUMNS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80"
 
 
 def measured_with() -> dict[str, str]:
-    """See :func:`stamp`."""
+    """Return hardware, versions and date of a measurement, see :func:`stamp`."""
     return stamp("triton", "torchrec")
 
 
 def add(csv: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Writes rows at the end. One figure may stand for its quantiles, too."""
+    """Append rows. Missing quantiles are set to the median."""
     frame = pd.DataFrame(rows, columns=[*COLUMNS])
     for quantile in ("p20", "p80"):
         frame[quantile] = frame[quantile].fillna(frame["median"])
@@ -32,7 +32,7 @@ def add(csv: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def matching(csv: Path, labels: dict[str, Any]) -> pd.DataFrame:
-    """The rows that have ``labels``, and were measured on this kind of GPU."""
+    """Return the rows with ``labels`` that were measured on this kind of GPU."""
     frame = pd.DataFrame(columns=[*COLUMNS])
     if csv.exists():
         frame = pd.read_csv(csv, dtype={"note": str}).fillna({"note": ""})
@@ -42,12 +42,12 @@ def matching(csv: Path, labels: dict[str, Any]) -> pd.DataFrame:
 
 
 def step_table(frame: pd.DataFrame) -> str:
-    """Figures of a step, kernels that take most of it, and what was refused."""
-    of = frame.pivot(index="provider", columns="metric", values="median")
-    of = of.reindex([name for name in PROVIDERS if name in of.index])
+    """Return figures of a step, its slowest kernels, and refused providers, as text."""
+    medians = frame.pivot(index="provider", columns="metric", values="median")
+    medians = medians.reindex([name for name in PROVIDERS if name in medians.index])
     figures = ["time", "gpu_busy", "gpu_busy_share", "peak_memory", "peak_reserved"]
     figures += ["sent", "sent_by_length", "sent_rows"]
-    shown = of.reindex(columns=[*figures, "throughput"])
+    shown = medians.reindex(columns=[*figures, "throughput"])
     shown["× sum"] = shown["throughput"] / shown["throughput"].get("sum", math.nan)
     shown = shown.dropna(how="all")
     kernels = frame[frame["metric"].str.startswith("kernel_")]

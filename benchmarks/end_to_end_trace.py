@@ -1,4 +1,4 @@
-"""What a training step runs on a GPU, and what it sends to other ranks."""
+"""Kernels of a training step, and bytes that it sends to other ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Trace:
-    """What ran on a GPU.
+    """Times of kernels and copies on a GPU.
 
     Args:
-        events: trace events, as ``torch.profiler`` exports them.
+        events: trace events in the format of ``torch.profiler``.
 
     Attributes:
-        busy_us: microseconds in which anything ran.
-        kernels_us: of each kernel and kind of copy, by name, those that take most first. Two that
-            ran at once count twice.
+        busy_us: time in microseconds in which at least one of them ran.
+        kernels_us: time in microseconds by name of the kernel or copy, in decreasing order.
+            Concurrent ones are counted separately.
     """
 
     def __init__(self, events: list[dict[str, Any]]) -> None:
@@ -37,14 +37,14 @@ class Trace:
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts the bytes that this rank sends to others while it is open, forward and backward.
+    """Counts the bytes that this rank sends to others in its context, forward and backward.
 
-    Collectives of DDP and functional ones are counted, too. Of an all-to-all they are the parts of
-    other ranks; of the rest, what a ring of all ranks sends.
+    Collectives of DDP and functional collectives are included. An all-to-all sends the parts of
+    other ranks; all others are counted as ring algorithms.
 
     Attributes:
-        total: of all collectives.
-        floats: of these, of tensors of floating point.
+        total: bytes of all collectives.
+        floats: bytes of floating-point tensors.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class SentBytes(TorchDispatchMode):
 
 
 SILENT = ("barrier", "check_for_nan", "wait_tensor", "wrap_tensor_autograd")
-"""Ops of the two namespaces that send nothing to speak of."""
+"""Ops of the two namespaces that send a negligible number of bytes."""
 
 
 def _sent(op: torch._ops.OpOverload, args: Sequence[Any]) -> list[tuple[Tensor, float]]:
-    """Tensors that a collective reads, and how often it sends each."""
+    """Return the tensors that a collective sends, with the factor of their size."""
     name = op._schema.name.partition("::")[2].strip("_").replace("all_", "all")
     functional, ranks = op.namespace != "c10d", dist.get_world_size()
     if name in SILENT:
@@ -73,8 +73,8 @@ def _sent(op: torch._ops.OpOverload, args: Sequence[Any]) -> list[tuple[Tensor, 
         return [(tensor, 1) for rank, tensor in enumerate(args[1]) if rank != dist.get_rank()]
     if name.startswith("allto"):
         tensor, splits = (args[0], args[2]) if functional else (args[1], args[4])
-        own = splits[dist.get_rank()] / max(1, len(tensor)) if splits else 1 / ranks
-        return [(tensor, 1 - own)]
+        local_share = splits[dist.get_rank()] / max(1, len(tensor)) if splits else 1 / ranks
+        return [(tensor, 1 - local_share)]
     shares = {
         "allreduce": 2 / ranks, "reduce_scatter": 1 / ranks, "allgather": 1, "broadcast": 1 / ranks
     }  # fmt: skip
@@ -86,5 +86,5 @@ def _sent(op: torch._ops.OpOverload, args: Sequence[Any]) -> list[tuple[Tensor, 
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    """Those of a tensor, or of nested lists."""
+    """Return the tensors of nested lists."""
     return [nested] if isinstance(nested, Tensor) else [y for x in nested for y in _tensors(x)]

@@ -15,14 +15,14 @@ histories before the lookups. The compared ways, each with a share of the events
     newest      the newest events
     random      random events
 
-Synthetic users follow a few kinds of items. Of their 200 events, three quarters are noise: items of
-any kind with short dwell times, which hardly ever convert and are independent of what the user
-likes. Dwell times and the share of noise depend on the surface. With --data, a folder of
+Synthetic users are interested in a few kinds of items. Of their 200 events, three quarters are
+noise: items of any kind with short dwell times, which rarely convert and are independent of the
+user's interests. Dwell times and the share of noise depend on the surface. With --data, a folder of
 MovieLens-1M in GroupLens' format, an event is a rating, which converts with at least four stars.
 Its surface is the film's first genre. Its dwell time is the time to the user's next rating, because
 this data set has no dwell times.
 
-    ne          normalized entropy: cross-entropy of the test set over that of the base rate
+    ne          normalized entropy: cross-entropy of the test set, relative to the base rate
     auc         area under the ROC curve of the test set
     training    examples per second, of whole training steps
     inference   examples per second, without gradients
@@ -327,7 +327,7 @@ def train(
     return ne, auc, *(examples_per_second(f, batches, args.seconds) for f in (learn, infer))
 
 
-def table_of(lines: pd.DataFrame) -> str:
+def format_table(lines: pd.DataFrame) -> str:
     """Return means over seeds, the deviation of NE, and rates relative to all events."""
     by_run = lines.groupby(["way", "budget"], sort=False)
     table = by_run[FIGURES].mean()
@@ -368,7 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
-    print(table_of(lines))
+    print(format_table(lines))
     return 0
 
 

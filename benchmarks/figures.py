@@ -1,12 +1,12 @@
-"""The figures under ``results/``, as ``report.py`` reads them.
+"""Read the figures under ``results/``.
 
-A file there is what ``run.py --csv`` writes, or a part of it: the columns ``suite``, ``case``,
-``provider``, ``mode``, ``metric``, ``median`` and ``unit``, then what was measured, on what, and
-when. Where only a ratio was kept, its row has the unit ``× ours`` (a provider's figure over ours),
-``of floor`` (the floor's time over a provider's) or ``saved`` (one less ours over a provider's).
-From a run, which has times and memory, the same ratios are computed. A provider that was refused
-has a row of the metric ``refused``, which says why in its ``note``. The trainings of ``quality.py
---csv`` become such rows, too.
+A file has the columns of ``run.py --csv``, or some of them: ``suite``, ``case``, ``provider``,
+``mode``, ``metric``, ``median`` and ``unit``, then shapes, hardware, versions and date. Ratios are
+computed from times and memory. If only a ratio was recorded, its row has the unit ``× ours`` (a
+provider's figure divided by ours), ``of floor`` (the roofline time divided by a provider's time) or
+``saved`` (one minus ours divided by a provider's figure). A provider that could not be measured has
+a row with the metric ``refused`` and the reason in ``note``. The trainings of ``quality.py --csv``
+are converted to such rows.
 """
 
 import csv
@@ -19,8 +19,8 @@ import pandas as pd
 from quality_results import figure_rows, ways_rows
 
 RESULTS = Path(__file__).parent / "results"
-NO_MEMORY = "out of memory"
-LACKS_MEMORY = (NO_MEMORY, "alloc_failed")  # in what CUDA and its libraries raise
+OUT_OF_MEMORY = "out of memory"
+OUT_OF_MEMORY_ERRORS = (OUT_OF_MEMORY, "alloc_failed")  # in messages of CUDA and its libraries
 MODES = ("forward", "backward", "both", "step", "test")
 METRICS = {
     **dict.fromkeys(
@@ -32,16 +32,16 @@ METRICS = {
     **dict.fromkeys(("ne", "ne_se"), "NE"),
     "served": "requests/s",
 }
-"""The metrics that documents show, and the units in which files have them."""
+"""Metrics in documents, and their units in files."""
 UNITS = {
-    "µs": "µs",  # of what files have in ms
+    "µs": "µs",  # converted from ms
     "×": "× ours",
     "floor": "of floor",
     "saved": "saved",
     "ratio": "padded over jagged",
 }
 SCORES = ("AUC", "NE", "weight")
-# Providers of which a table shows the fastest.
+# Groups of providers; a table has the figure of the fastest.
 GROUPS: dict[str, Callable[[str], bool]] = {
     "best-peer": lambda provider: not provider.startswith(("ours", "floor")),
     "fbgemm": lambda provider: provider.startswith("fbgemm-"),
@@ -49,11 +49,11 @@ GROUPS: dict[str, Callable[[str], bool]] = {
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A figure: case, provider, mode, metric and unit as ``run.py`` writes them.
+class FigureQuery:
+    """Case, provider, mode, metric and unit of a figure, as in the CSV.
 
     Args:
-        named: whether the provider is named, of a group of providers of which this is the best.
+        named: for a group of providers, whether to name the fastest.
     """
 
     case: str
@@ -64,12 +64,13 @@ class Cell:
     named: bool = False
 
 
-def parsed(text: str, key: str = "", mode: str = "both") -> Cell:
-    """A figure by its words, as ``"ours forward µs"``: by default its graph time in ms.
+def parse_query(text: str, key: str = "", mode: str = "both") -> FigureQuery:
+    """Parse a query such as ``"ours forward µs"``; the default is the graph time in ms.
 
     Args:
-        text: with ``*`` for ``key``, and ``@`` before the case, if that is not ``key``.
-        mode: if ``text`` has none.
+        text: words of the query. ``*`` is replaced by ``key``, and ``@`` precedes the case.
+        key: the default case.
+        mode: the default mode.
     """
     provider, options = [], {"case": key, "mode": mode}
     for word in text.split():
@@ -86,16 +87,16 @@ def parsed(text: str, key: str = "", mode: str = "both") -> Cell:
         else:
             provider.append(word.replace("*", key))
     unit = METRICS[options.get("metric", "graph_time")]
-    return Cell(**{"unit": unit, "provider": " ".join(provider), **options})
+    return FigureQuery(**{"unit": unit, "provider": " ".join(provider), **options})
 
 
-def files_of(results: Iterable[str], folder: Path) -> list[Path]:
-    """Files by their names without ``.csv``."""
+def result_files(results: Iterable[str], folder: Path) -> list[Path]:
+    """Return paths of files from their names without ``.csv``."""
     return [folder / f"{name}.csv" for name in results]
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    """The rows of a file under ``results/``."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file under ``results/``."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     if "case" in rows[0]:
@@ -104,17 +105,16 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 class Figures:
-    """The figures of some files, as they were written: a figure keeps its number of digits.
+    """The figures of some files, with the number of digits in the file.
 
     Args:
         paths: CSV files.
-        ours: the provider that ratios are to.
-        by_suite: whether the name of a case has that of its suite before it, as in
-            ``table1/jagged_softmax-paper``: suites may have a case, and its roofline, of one name.
+        ours: the provider in the denominator of ratios.
+        by_suite: whether cases are named with their suite, as ``table1/jagged_softmax-paper``, for
+            suites with cases of the same name.
 
     Raises:
-        ValueError: a figure is there twice, or those of a case are of several kinds of GPU, scores
-            of a model aside.
+        ValueError: a figure is duplicated, or the times of a case are from several kinds of GPU.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Figures:
         self._rows: dict[tuple[str, ...], tuple[Decimal, str]] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._gpus: dict[str, str] = {}
-        self._stamps: dict[str, None] = {}  # in their order
+        self._stamps: dict[str, None] = {}  # an ordered set
         for path in paths:
-            for row in rows_of(path):
+            for row in read_rows(path):
                 case = f"{row['suite']}/{row['case']}" if by_suite else row["case"]
                 names = ("provider", "mode", "metric", "unit")
                 key = (case, *(row.get(name) or "" for name in names))
@@ -134,10 +134,10 @@ class Figures:
                     raise ValueError(f"{path.name} must have each figure once, got {key} twice")
                 self._rows[key] = Decimal(row["median"]), row.get("note") or ""
                 self._labels.setdefault(case, row)
-                if not row["gpu"]:  # the paper's
+                if not row["gpu"]:  # figures of the paper
                     continue
                 self._stamps[_stamp(row)] = None
-                if row["unit"] in SCORES:  # which do not depend on how fast a GPU is
+                if row["unit"] in SCORES:  # independent of the GPU
                     continue
                 other = self._gpus.setdefault(case, row["gpu"])
                 if other != row["gpu"]:
@@ -149,97 +149,95 @@ class Figures:
 
     @property
     def cases(self) -> list[str]:
-        """All of them, in the order of the files."""
+        """All cases, in the order of the files."""
         return [*self._labels]
 
     def batch(self, case: str) -> str:
-        """Samples of a step and rank; a dash if they are not known."""
+        """Return the number of samples per step and rank; a dash if it is unknown."""
         batch = self._labels.get(case, {}).get("batch")
         return f"{int(batch):,}" if batch else "–"
 
     def gpu(self, case: str) -> str:
-        """What a case was measured on, if not all cases were measured on the same; else nothing."""
+        """Return the GPU of a case, or an empty string if all cases have the same GPU."""
         several = len({*self._gpus.values()}) > 1
         return self._gpus.get(case, "") if several else ""
 
     def stamps(self) -> str:
-        """On what and when the figures were measured."""
+        """Return hardware, versions and dates of the figures."""
         return "; ".join(self._stamps)
 
-    def note(self, cell: Cell) -> str:
-        """The note on a figure, or the reason why it is missing; empty for most."""
-        of = (cell.case, cell.provider, cell.mode)
-        cell = replace(cell, unit="ms") if cell.unit == "µs" else cell
+    def note(self, query: FigureQuery) -> str:
+        """Return the note on a figure, or the reason why it is missing, or an empty string."""
+        call = (query.case, query.provider, query.mode)
+        query = replace(query, unit="ms") if query.unit == "µs" else query
         keys = [
-            *((*of, metric, cell.unit) for metric in (cell.metric, "time")),
-            (*of, "refused", ""),
+            *((*call, metric, query.unit) for metric in (query.metric, "time")),
+            (*call, "refused", ""),
         ]
         note = next((self._rows[key][1] for key in keys if key in self._rows), "")
-        if not note and cell.metric == "graph_time" and self._recorded(cell) is None:
-            note = "eager: cannot be captured in a CUDA graph" * (self.find(cell) is not None)
-        # Without what varies from one to the next: the bytes.
-        return NO_MEMORY if any(words in note.lower() for words in LACKS_MEMORY) else note
+        if not note and query.metric == "graph_time" and self._recorded(query) is None:
+            note = "eager: cannot be captured in a CUDA graph" * (self.find(query) is not None)
+        is_out_of_memory = any(words in note.lower() for words in OUT_OF_MEMORY_ERRORS)
+        return OUT_OF_MEMORY if is_out_of_memory else note
 
-    def find(self, cell: Cell) -> Decimal | None:
-        """A figure as it was written, or computed from others; ``None`` if it is not known."""
-        if cell.unit == "µs":
-            found = self.find(replace(cell, unit="ms"))
+    def find(self, query: FigureQuery) -> Decimal | None:
+        """Return a recorded or computed figure; ``None`` if it is unknown."""
+        if query.unit == "µs":
+            found = self.find(replace(query, unit="ms"))
             return None if found is None else found.scaleb(3)
-        found = self._recorded(cell)
-        if found is None and cell.metric == "graph_time":  # of calls that no graph captures
-            found = self._recorded(replace(cell, metric="time"))
+        found = self._recorded(query)
+        if found is None and query.metric == "graph_time":  # calls that cannot be captured
+            found = self._recorded(replace(query, metric="time"))
         return found
 
-    def best(self, cell: Cell) -> str:
-        """The provider of the group ``cell.provider`` whose figure is the least."""
-        members = self._members(cell)
+    def best(self, query: FigureQuery) -> str:
+        """Return the provider with the smallest figure of the group ``query.provider``."""
+        members = self._members(query)
         return min(members, key=members.__getitem__)
 
-    def _members(self, cell: Cell) -> dict[str, Decimal]:
-        """The figures of a group of providers."""
-        names = [x for x in self.providers if x not in GROUPS and GROUPS[cell.provider](x)]
-        of = {name: self._recorded(replace(cell, provider=name)) for name in names}
-        return {name: figure for name, figure in of.items() if figure is not None}
+    def _members(self, query: FigureQuery) -> dict[str, Decimal]:
+        """Return the figures of a group of providers."""
+        names = [x for x in self.providers if x not in GROUPS and GROUPS[query.provider](x)]
+        figures = {name: self._recorded(replace(query, provider=name)) for name in names}
+        return {name: figure for name, figure in figures.items() if figure is not None}
 
-    def _recorded(self, cell: Cell) -> Decimal | None:
-        """A figure of exactly this metric."""
-        key = (cell.case, cell.provider, cell.mode, cell.metric, cell.unit)
+    def _recorded(self, query: FigureQuery) -> Decimal | None:
+        """Return a figure of exactly this metric, or a ratio of such figures."""
+        key = (query.case, query.provider, query.mode, query.metric, query.unit)
         if key in self._rows:
             return self._rows[key][0]
-        if cell.provider in GROUPS and cell.unit != "saved":
-            return min(self._members(cell).values(), default=None)
-        if (cell.metric, cell.unit) == ("memory", "MiB"):
-            parts = [self._recorded(replace(cell, metric=x)) for x in ("operands", "peak_memory")]
+        if query.provider in GROUPS and query.unit != "saved":
+            return min(self._members(query).values(), default=None)
+        if (query.metric, query.unit) == ("memory", "MiB"):
+            parts = [self._recorded(replace(query, metric=x)) for x in ("operands", "peak_memory")]
             return None if None in parts else sum(parts)
-        own = replace(cell, unit=METRICS.get(cell.metric, "ms"))
-        if cell.unit == "of floor":
-            floor = replace(cell, provider="floor", metric="time", unit="ms")
-            return _ratio(self._recorded(floor), self._recorded(own))
-        ours = replace(own, provider=self.ours)
-        if cell.unit == "× ours":
-            return _ratio(self._recorded(own), self._recorded(ours))
-        if cell.unit == "saved":
-            left = _ratio(self._recorded(ours), self._recorded(own))
-            return None if left is None else 1 - left
+        measured = replace(query, unit=METRICS.get(query.metric, "ms"))
+        if query.unit == "of floor":
+            floor = replace(query, provider="floor", metric="time", unit="ms")
+            return _ratio(self._recorded(floor), self._recorded(measured))
+        ours = replace(measured, provider=self.ours)
+        if query.unit == "× ours":
+            return _ratio(self._recorded(measured), self._recorded(ours))
+        if query.unit == "saved":
+            ratio = _ratio(self._recorded(ours), self._recorded(measured))
+            return None if ratio is None else 1 - ratio
         return None
 
 
 def _stamp(row: dict[str, str]) -> str:
-    """What was measured on, its versions, and when."""
+    """Return hardware, versions and date of a row."""
     names = ("torch", "triton", "torchrec", "fbgemm")
     versions = [f"{name} {row[name]}" for name in names if row.get(name)]
     return ", ".join([row["gpu"], *versions, row["date"].partition("T")[0]])
 
 
 def _ratio(above: Decimal | None, below: Decimal | None) -> Decimal | None:
-    """``None`` if one of them is not known."""
+    """Return a ratio; ``None`` if a figure is unknown."""
     return None if above is None or below is None else above / below
 
 
 def shown(value: Decimal | None, unit: str) -> str:
-    """A figure of three digits, a score of four decimals, or fewer where no more were written; a
-    dash for none.
-    """
+    """Format a figure with up to 3 digits, a score with up to 4 decimals, ``None`` as a dash."""
     if value is None:
         return "–"
     percent = unit in ("of floor", "saved")

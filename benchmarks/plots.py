@@ -1,8 +1,8 @@
-"""The plots of the documents, which ``report.py`` draws from the figures under ``results/``.
+"""Plots of the documents, drawn by ``report.py`` from the figures under ``results/``.
 
-A plot is one SVG with a background of its own: white, or dark where the reader prefers dark pages.
-It holds a digest of what it was drawn from, so that ``report.py --check`` asks for the same
-figures, not for the same matplotlib. The roofline has the kernels whose files are there.
+A plot is an SVG with a white background, or a dark background if the reader prefers dark pages. It
+contains a digest of its figures and of this file, which ``report.py --check`` compares, so that the
+version of matplotlib does not matter. The roofline plot has the kernels whose files exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 from cycler import cycler
 from end_to_end_cases import GPUS, SHARDINGS, step_case
-from figures import NO_MEMORY, RESULTS, Figures, files_of, parsed
+from figures import OUT_OF_MEMORY, RESULTS, Figures, parse_query, result_files
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from specs import GRAPH_PROVIDERS, LOGS, MEANS, OPS, POOLINGS, STEP_PROVIDERS
@@ -36,9 +36,9 @@ STYLE = "".join(
     for what in ("fill", "stroke")
 )
 STYLE = f"<style>\n@media (prefers-color-scheme: dark) {{\n{STYLE}}}\n</style>\n"
-# Told apart by readers of all colour vision, on light and on dark (Okabe and Ito, 2008).
+# Distinguishable with any color vision, on light and dark backgrounds (Okabe and Ito, 2008).
 COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
-GREY = "#8c959f"  # of what is there for comparison
+GREY = "#8c959f"  # of the baseline
 LOOK: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
@@ -48,14 +48,14 @@ LOOK: dict[Any, Any] = {
     "axes.titlesize": 10,
     "figure.facecolor": PAPER,
     "font.size": 9,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "",  # the same file each time
+    "svg.fonttype": "none",  # text remains text
+    "svg.hashsalt": "",  # deterministic files
 }
 MODES = {"forward": "forward", "both": "forward and backward"}
 
 
 def figure2(figures: Figures, figure: Figure) -> None:
-    """Peers of Jagged Flash Attention by length, as the paper's Figure 2 draws them."""
+    """Draw times of peers of Jagged Flash Attention by length, as the paper's Figure 2."""
     lengths = [64 * 2**n for n in range(7)]
     peers = {
         "padded": "dense attention, padded",
@@ -64,8 +64,8 @@ def figure2(figures: Figures, figure: Figure) -> None:
     }
     for ax, (mode, title) in zip(figure.subplots(1, 2, sharey=True), MODES.items(), strict=True):
         for peer, label in peers.items():
-            cells = (parsed(f"{peer} {mode} ×", f"length-{length}") for length in lengths)
-            ax.plot(lengths, [_float(figures.find(x)) for x in cells], marker="o", label=label)
+            queries = (parse_query(f"{peer} {mode} ×", f"length-{length}") for length in lengths)
+            ax.plot(lengths, [_float(figures.find(x)) for x in queries], marker="o", label=label)
         ax.axhline(1, color=INK, linewidth=1, linestyle="--", label="ours")
         ax.set(title=title, xlabel="greatest length, rows", xscale="log", yscale="log")
         ax.set_xticks(lengths, [str(length) for length in lengths])
@@ -76,10 +76,10 @@ def figure2(figures: Figures, figure: Figure) -> None:
 
 
 def table1(figures: Figures, figure: Figure) -> None:
-    """The paper's Table 1: how much faster than its padded form each op is."""
+    """Draw the speedup of each op over its padded form, as the paper's Table 1."""
     ax = figure.subplots()
     bars = {
-        label: [figures.find(parsed(words, f"{op}-paper")) for op in OPS]
+        label: [figures.find(parse_query(words, f"{op}-paper")) for op in OPS]
         for label, words in (
             ("ours", "padded forward ×"),
             ("the paper", "paper forward time ratio"),
@@ -112,17 +112,17 @@ ROOFLINE = {
     "selection, 64 events by score": "ours @select_events/events-200",
     "selection, 64 newest events": "ours @select_events/events-200-newest",
 }
-"""Kernels beside the roofline: provider, suite and case; of up to 1,024 rows if not said."""
+"""Queries of kernels: provider, suite and case; up to 1,024 rows by default."""
 
 
 def roofline(figures: Figures, figure: Figure) -> None:
-    """What part of the roofline kernels reach: the floor's time over theirs."""
+    """Draw the share of the roofline that kernels reach."""
     reached: dict[str, list[Any]] = {}
     for label, words in ROOFLINE.items():
-        cells = [parsed(f"{words} {mode} floor") for mode in MODES]
-        found = [figures.find(cell) for cell in cells]
+        queries = [parse_query(f"{words} {mode} floor") for mode in MODES]
+        found = [figures.find(query) for query in queries]
         if found != [None, None]:
-            gpu = figures.gpu(cells[0].case)
+            gpu = figures.gpu(queries[0].case)
             reached[label + f",\n{gpu}" * bool(gpu)] = [x and 100 * x for x in found]
     figure.set_figheight(1 + 0.36 * len(reached))
     ax = figure.subplots()
@@ -143,11 +143,11 @@ SHOWN = {
     "padded": COLOURS[3],
     "padded-din": COLOURS[5],
 }
-"""Ways of ``end_to_end.py`` to pool a history that are compared by mean length, and colours."""
+"""Colors of the providers of ``end_to_end.py`` that are compared by mean length."""
 
 
 def end_to_end(figures: Figures, figure: Figure) -> None:
-    """Samples a second of whole steps, over those of sum pooling, by mean length."""
+    """Draw the training speed relative to sum pooling, by mean length."""
     ax = figure.subplots()
     _by_mean(ax, figures, [name for name in SHOWN if name != "sum"], "throughput ×")
     ax.axhline(1, color=INK, linewidth=1, linestyle="--")
@@ -155,21 +155,21 @@ def end_to_end(figures: Figures, figure: Figure) -> None:
 
 
 def end_to_end_memory(figures: Figures, figure: Figure) -> None:
-    """Peak memory of whole steps, by mean length."""
+    """Draw the peak memory of training steps, by mean length."""
     ax = figure.subplots()
     _by_mean(ax, figures, [*SHOWN], "peak_memory", 1024)
     ax.set_ylabel("peak memory of a step, tables included, GiB")
 
 
 def end_to_end_gpus(figures: Figures, figure: Figure) -> None:
-    """Samples a second by the number of GPUs, with the faster sharding of each."""
+    """Draw the training speed by number of GPUs, with the faster sharding of each."""
     means = [mean for mean in MEANS if f"mean-{mean}" in figures.cases]
     for ax, mean in zip(figure.subplots(1, len(means), squeeze=False)[0], means, strict=True):
         for name in ("sum", "linear-varlen", "ours"):
             speeds: dict[int, float] = {}
             for gpus, sharding in itertools.product(GPUS, SHARDINGS):
                 case = step_case(mean, gpus, sharding)
-                speed = figures.find(parsed(f"{name} throughput", case, "step"))
+                speed = figures.find(parse_query(f"{name} throughput", case, "step"))
                 if speed is not None:
                     speeds[gpus] = max(speeds.get(gpus, 0), float(speed) / 1000)
             look = {"color": SHOWN[name], "label": STEP_PROVIDERS[name]}
@@ -182,13 +182,15 @@ def end_to_end_gpus(figures: Figures, figure: Figure) -> None:
 
 
 def end_to_end_graphs(figures: Figures, figure: Figure) -> None:
-    """Time of a step by mean length, for each number of GPUs; dashed with a CUDA graph."""
+    """Draw the time of a step by mean length and number of GPUs; dashed with a CUDA graph."""
     cases = {gpus: [step_case(mean, gpus, SHARDINGS[0]) for mean in MEANS] for gpus in GPUS}
     panels = [gpus for gpus in GPUS if {*cases[gpus]} & {*figures.cases}]
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for ax, gpus in zip(axes, panels, strict=True):
         for name in GRAPH_PROVIDERS:
-            times = [_float(figures.find(parsed(f"{name} time", x, "step"))) for x in cases[gpus]]
+            times = [
+                _float(figures.find(parse_query(f"{name} time", x, "step"))) for x in cases[gpus]
+            ]
             eager = name.removesuffix("-graph")
             style = "-" if name == eager else "--"
             look = {"color": SHOWN[eager], "linestyle": style, "label": STEP_PROVIDERS[name]}
@@ -198,12 +200,12 @@ def end_to_end_graphs(figures: Figures, figure: Figure) -> None:
         measured = [n for n, x in zip(MEANS, cases[gpus], strict=True) if x in figures.cases]
         ax.set_xticks(measured, [f"{n:,}" for n in measured])
         ax.minorticks_off()
-    axes[0].set(ylabel="time of a step, ms", ylim=0)  # of all panels
+    axes[0].set(ylabel="time of a step, ms", ylim=0)  # shared by all panels
     axes[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def end_to_end_quality(figures: Figures, figure: Figure) -> None:
-    """AUC and NE while one attention is trained, as peers and ours compute it."""
+    """Draw AUC and NE during training of the same attention by peers and ours."""
     epochs: dict[str, list[str]] = {}
     for case in figures.cases:
         data, _, epoch = case.rpartition("-")
@@ -217,7 +219,9 @@ def end_to_end_quality(figures: Figures, figure: Figure) -> None:
         x = [float(epoch) for epoch in epochs[data]]
         curves = {
             name: [
-                _float(figures.find(parsed(f"{name} test {metric.lower()}", f"{data}-{epoch}")))
+                _float(
+                    figures.find(parse_query(f"{name} test {metric.lower()}", f"{data}-{epoch}"))
+                )
                 for epoch in epochs[data]
             ]
             for name in peers
@@ -233,13 +237,13 @@ def end_to_end_quality(figures: Figures, figure: Figure) -> None:
 
 
 def quality(figures: Figures, figure: Figure) -> None:
-    """AUC by pooling, less that of recency pooling, with standard errors; all tuned alike."""
+    """Draw the difference of the AUC of each pooling to recency pooling, with standard errors."""
     logs = [log for log in LOGS if log in figures.cases]
     labels = [label.replace("`", "") for label in POOLINGS.values()]
     axes = figure.subplots(1, len(logs), sharey=True, squeeze=False)[0]
     for ax, log in zip(axes, logs, strict=True):
         mean, error = (
-            [_float(figures.find(parsed(f"{name} test {metric}", log))) for name in POOLINGS]
+            [_float(figures.find(parse_query(f"{name} test {metric}", log))) for name in POOLINGS]
             for metric in ("ahead", "ahead_se")
         )
         ax.errorbar(mean, labels, xerr=error, fmt="o", markersize=4, capsize=2)
@@ -253,13 +257,13 @@ class Plot(NamedTuple):
     """A plot of the documents.
 
     Attributes:
-        draw: puts axes into a figure.
-        results: files that it is drawn from, without ``.csv``.
-        size: in inches.
-        title: of the file.
-        ours: the provider that ratios are to.
-        by_suite: whether cases are named with their suite, and a file that is not there is left
-            out, not the plot.
+        draw: adds axes to a figure.
+        results: CSV files without ``.csv``.
+        size: size in inches.
+        title: title of the file.
+        ours: the provider in the denominator of ratios.
+        by_suite: whether cases are named with their suite. Then missing files are skipped;
+            otherwise a missing file means no plot.
     """
 
     draw: Callable[[Figures, Figure], None]
@@ -271,18 +275,18 @@ class Plot(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        """Those that it is drawn from; none if it cannot be."""
-        files = files_of(self.results, RESULTS)
-        there = [path for path in files if path.exists()]
-        return there if self.by_suite or there == files else []
+        """The CSV files of the plot; empty if it cannot be drawn."""
+        files = result_files(self.results, RESULTS)
+        existing = [path for path in files if path.exists()]
+        return existing if self.by_suite or existing == files else []
 
     @property
     def figures(self) -> Figures:
-        """What it is drawn from."""
+        """The figures of the plot."""
         return Figures(self.files, self.ours, by_suite=self.by_suite)
 
 
-SUITES = tuple(dict.fromkeys(parsed(words).case.split("/")[0] for words in ROOFLINE.values()))
+SUITES = tuple(dict.fromkeys(parse_query(words).case.split("/")[0] for words in ROOFLINE.values()))
 PLOTS = (
     Plot(end_to_end, ("end_to_end",), (10, 4), "Training speed of a whole model", "sum"),
     Plot(end_to_end_gpus, ("end_to_end_gpus",), (10, 3), "Training speed by number of GPUs"),
@@ -298,20 +302,20 @@ PLOTS = (
 )
 
 
-def name_of(plot: Plot) -> str:
-    """Of its file."""
+def plot_name(plot: Plot) -> str:
+    """Return the name of the file of a plot, without ``.svg``."""
     return plot.draw.__name__
 
 
 def digest(plot: Plot) -> str:
-    """Of a plot's figures, of this file, which draws it, and of its words."""
+    """Return a digest of the figures and labels of a plot, and of this file."""
     files = (Path(__file__), *plot.files)
     words = repr((GRAPH_PROVIDERS, LOGS, MEANS, OPS, POOLINGS, STEP_PROVIDERS)).encode()
     return hashlib.sha256(b"\0".join([words, *(x.read_bytes() for x in files)])).hexdigest()
 
 
 def drawn(plot: Plot) -> Figure:
-    """A plot, with a line below that says on what and when its figures were measured."""
+    """Draw a plot, with hardware, versions and dates of its figures below."""
     with plt.rc_context(LOOK):
         figure = plt.figure(figsize=plot.size, layout="constrained")
         plot.draw(plot.figures, figure)
@@ -322,18 +326,18 @@ def drawn(plot: Plot) -> Figure:
 
 
 def svg(plot: Plot) -> str:
-    """A plot as the text of a file."""
+    """Return a plot as SVG text."""
     file = io.StringIO()
-    of_file = {"Date": None, "Title": plot.title, "Description": digest(plot)}
+    metadata = {"Date": None, "Title": plot.title, "Description": digest(plot)}
     with plt.rc_context(LOOK):
-        drawn(plot).savefig(file, format="svg", metadata=of_file)
+        drawn(plot).savefig(file, format="svg", metadata=metadata)
     return file.getvalue().replace(" <metadata>", f" {STYLE} <metadata>", 1)
 
 
 def _by_mean(
     ax: Axes, figures: Figures, providers: list[str], words: str, divisor: int = 1
 ) -> None:
-    """Bars of a figure of steps, on one GPU, by the mean length of histories."""
+    """Draw bars of a figure of training steps on one GPU, by mean length of histories."""
     cases = [f"mean-{mean}" for mean in MEANS if f"mean-{mean}" in figures.cases]
     labels = [
         f"{int(case.removeprefix('mean-')):,} events,\n{figures.batch(case)} samples"
@@ -343,11 +347,11 @@ def _by_mean(
     found, reasons = {}, {}
     providers = [name for name in providers if name in figures.providers]
     for name in providers:
-        cells = [parsed(f"{name} {words}", case, "step") for case in cases]
-        values, notes = map(figures.find, cells), map(figures.note, cells)
+        queries = [parse_query(f"{name} {words}", case, "step") for case in cases]
+        values, notes = map(figures.find, queries), map(figures.note, queries)
         label = STEP_PROVIDERS[name]
         found[label] = [None if x is None else x / divisor for x in values]
-        reasons[label] = [note if note in ("", NO_MEMORY) else "fails" for note in notes]
+        reasons[label] = [note if note in ("", OUT_OF_MEMORY) else "fails" for note in notes]
     ax.set_prop_cycle(color=[SHOWN[name] for name in providers])
     _bars(ax, labels, found, reasons=reasons)
     ax.set(xlabel="mean length of a history, samples of a step", xlim=(-0.5, len(cases) - 0.5))
@@ -362,10 +366,10 @@ def _bars(
     horizontal: bool = False,
     reasons: dict[str, list[str]] | None = None,
 ) -> None:
-    """A bar of each group above each label, with its figure at its end.
+    """Draw a bar of each group at each label, with its value at its end.
 
     Args:
-        reasons: why there is no bar, where there is none; of upright ones alone.
+        reasons: text in place of missing bars, if they are vertical.
     """
     width = 0.8 / len(groups)
     for n, (name, values) in enumerate(groups.items()):

@@ -1,31 +1,31 @@
-"""Train one ranking model with different poolings of the history, tuned alike, and compare AUC.
+"""Compare the AUC of one ranking model with different poolings of the history, all tuned.
 
-    python benchmarks/quality.py --csv quality.csv                  # of synthetic data
+    python benchmarks/quality.py --csv quality.csv                  # synthetic data
     python benchmarks/quality.py --data data/ml-1m video_games.txt.gz synthetic --jobs 14 --csv F
 
-The regime is that of production: each model sees all examples once, in order of time, and its
-tables start as TorchRec initializes them. Tables have row-wise Adagrad, the other layers AdamW. The
-first 80 % of the time are for training. In the last 20 %, each batch is scored before the model
-learns from it (progressive validation): the first half of it is for tuning, the second is the test.
+As in production, each model is trained on all examples once, in order of time. Tables have row-wise
+Adagrad and TorchRec's initial values, the other layers AdamW. The first 80 % of the time are for
+training. In the last 20 %, each batch is scored before the model is trained on it (progressive
+validation): the first half is for tuning, the second half is the test set.
 
-An example is an event, with the user's earlier events as the history, or the same with an item that
-the user has not taken so far, drawn by popularity in training time: one for each event. Data are
+A positive example is an event, with the user's earlier events as the history. Its negative example
+has another item that is new to the user, drawn by popularity in training time. Data are
 
-    a folder of MovieLens-1M in GroupLens' form, with genre, gender, age, occupation, the length of
-    the history, the time since the newest event, and how often the item was taken before;
+    a folder of MovieLens-1M in GroupLens' format, with genre, gender, age, occupation, the length
+    of the history, the time since the newest event, and the number of earlier events of the item;
 
-    a file of ``user item`` lines, each user's in order of time, without features. There is no order
-    between users: event ``i`` of ``n`` of a user takes place at ``(i + u) / n``, where ``u`` is
-    uniform, so that the test has the last tenth of every user's events; or
+    a file of lines ``user item``, each user's in order of time, without features. Event ``i`` of
+    ``n`` of a user has the time ``(i + u) / n``, with uniform ``u``, so that the test set has the
+    last tenth of every user's events; or
 
-    ``synthetic``: the data of ``examples/train_dlrm.py``, with features as of MovieLens.
+    ``synthetic``: the data of ``examples/train_dlrm.py``, with features like MovieLens.
 
-``PATH@1000`` takes the 1000 users of the lowest ids.
+``PATH@1000`` selects the 1000 users with the lowest ids.
 
-Each pooling is tuned on the same grid, with seed 0, by the AUC of the tuning events: learning rates
-first, then the half-life of recency pooling, then one of the regularizers or none. The best is
-trained with the other seeds, which also draw other negatives. Finished trainings are appended to
---csv at once; those that are in it are not run again. --jobs processes share the device.
+Each pooling is tuned on the same grid with seed 0, by the AUC of the tuning events: first learning
+rates, then the half-life of recency pooling, then at most one regularizer. The best settings are
+trained with the other seeds, which also change the negatives. Finished trainings are appended to
+--csv at once and not repeated. --jobs processes share the device.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ SYNTHETIC, SYNTHETIC_USERS = "synthetic", 4000
 DENSE_LRS, TABLE_LRS = (1e-3, 3e-3, 1e-2), (0.06, 0.2, 0.6)
 HALF_LIVES = (1.5, 3.0, 6.0, 12.0, 24.0)
 REGULARIZERS = {"dropout": 0.2, "weight_decay": 0.1, "table_decay": 1e-2}
-"""What is tuned, in this order: both learning rates together, then each by itself."""
+"""Tuned settings, in this order: both learning rates jointly, then each of the others."""
 KEY = [field.name for field in dataclasses.fields(Run)]
 
 
 def read_lines(path: Path) -> InteractionLog:
-    """Events of ``user item`` lines, each user's in order of time; perhaps compressed by gzip."""
+    """Read lines ``user item``, each user's in order of time, from a text or gzip file."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt") as file:
         words = [line.split() for line in file]
@@ -88,12 +88,12 @@ def read_lines(path: Path) -> InteractionLog:
     _, item = np.unique(item[order], return_inverse=True)
     position = np.arange(len(user)) - (np.cumsum(counts) - counts)[user]
     phase = np.random.default_rng(0).random(len(counts))[user]
-    time_of = ((position + phase) / counts[user] * 1e6).astype(np.int64)
-    return InteractionLog(user, item, time_of, np.zeros(item.max() + 1, dtype=np.int64), {})
+    times = ((position + phase) / counts[user] * 1e6).astype(np.int64)
+    return InteractionLog(user, item, times, np.zeros(item.max() + 1, dtype=np.int64), {})
 
 
 def first_users(log: InteractionLog, count: int) -> InteractionLog:
-    """The events of the ``count`` users of the lowest ids."""
+    """Return the events of the ``count`` users with the lowest ids."""
     kept = log.user < count
     columns = {name: getattr(log, name)[kept] for name in ("user", "item", "time")}
     return dataclasses.replace(log, **columns, dwell=None, converted=None)
@@ -101,23 +101,23 @@ def first_users(log: InteractionLog, count: int) -> InteractionLog:
 
 @functools.cache
 def read(source: str) -> InteractionLog:
-    """The log that ``source`` names."""
+    """Return the log named ``source``."""
     name, _, count = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
     path = Path(name)
     if name == SYNTHETIC:
         return planted_log(num_users=int(count or SYNTHETIC_USERS))
     if not path.exists():
         raise DataError(
-            f"--data must be {SYNTHETIC!r}, a folder of MovieLens-1M, or a file, each perhaps with "
-            f"@ and a number of users; got {source!r}"
+            f"--data must be {SYNTHETIC!r}, a folder of MovieLens-1M, or a file, each optionally "
+            f"with @ and a number of users; got {source!r}"
         )
     log = read_movielens(path) if path.is_dir() else read_lines(path)
     return first_users(log, int(count)) if count else log
 
 
 @functools.cache
-def events_of(data: str, max_history: int, seed: int) -> Events:
-    """Made once in a process."""
+def load_events(data: str, max_history: int, seed: int) -> Events:
+    """Return the events of a log, cached per process."""
     return Events(read(data), test_fraction=0.2, max_history=max_history, seed=seed)
 
 
@@ -125,8 +125,8 @@ class Trainer:
     """A model and its optimizers.
 
     Args:
-        run: what is trained, and how.
-        events: of the data that ``run`` names.
+        run: settings of the training.
+        events: events of the data of ``run``.
         device: ``"cuda"`` or ``"cpu"``.
     """
 
@@ -145,12 +145,12 @@ class Trainer:
         ]
 
     def batches(self, examples: Examples) -> Iterator[Batch]:
-        """All of ``examples`` in order of time."""
+        """Yield ``examples`` in order of time."""
         for index in examples.time.argsort(stable=True).split(self.run.batch_size):
             yield examples[index].to(torch.device(self.device))
 
     def learn(self, batch: Batch) -> None:
-        """A step of training."""
+        """Train one step."""
         self.model.train()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -164,16 +164,16 @@ class Trainer:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> Tensor:
-        """Logits ``[B]``, without any dropout."""
+        """Return logits ``[B]``, without dropout."""
         self.model.eval()
         return self.model(batch.dense_features, batch.sparse_features)
 
 
 def train(run: Run, device: str) -> dict[str, Any]:
-    """The figures of a training."""
+    """Train a model and return its settings and figures."""
     start = time.perf_counter()
     torch.set_num_threads(1)
-    events = events_of(run.data, run.max_history, run.seed)
+    events = load_events(run.data, run.max_history, run.seed)
     trainer = Trainer(run, events, device)
     for batch in trainer.batches(events.training(0)):
         trainer.learn(batch)
@@ -190,10 +190,10 @@ def train(run: Run, device: str) -> dict[str, Any]:
 
 
 def finished(csv: Path | None, columns: Iterable[str]) -> list[dict[str, Any]]:
-    """The lines of a file that :func:`append` writes, if there is one.
+    """Return the lines of a file of :func:`append`, if it exists.
 
     Raises:
-        DataError: it lacks one of ``columns``.
+        DataError: the file lacks one of ``columns``.
     """
     if csv is None or not csv.exists():
         return []
@@ -204,23 +204,23 @@ def finished(csv: Path | None, columns: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def append(csv: Path | None, figures: dict[str, Any], device: str) -> dict[str, Any]:
-    """Appends ``figures``, with hardware, versions and date, to a file if one is named."""
+    """Append ``figures``, with hardware, versions and date, to a file, and return the line."""
     measured = stamp("torchrec", device=device)
     line = figures | {"device": measured.pop("gpu"), **measured}
     if csv is not None:
         row, begins = pd.DataFrame([line]), not csv.exists()
         csv.parent.mkdir(parents=True, exist_ok=True)
-        if not begins:  # perhaps by an older version, with other columns
+        if not begins:  # an older version may have written other columns
             row = row.reindex(columns=pd.read_csv(csv, nrows=0).columns)
         row.to_csv(csv, mode="a", header=begins, index=False)
     return line
 
 
 class Runs:
-    """Trainings by their settings; those that are not finished are trained.
+    """Results of trainings by their settings.
 
     Args:
-        csv: file of finished ones, to which others are appended.
+        csv: file of finished trainings, to which others are appended.
         jobs: number of processes, which share the device.
         device: ``"cuda"`` or ``"cpu"``.
     """
@@ -241,7 +241,7 @@ class Runs:
             self.pool.shutdown(cancel_futures=True)
 
     def train(self, runs: Iterable[Run]) -> None:
-        """Trains what is not finished of ``runs``."""
+        """Train the unfinished ``runs``."""
         missing = [run for run in dict.fromkeys(runs) if run not in self.done]
         if self.pool is None:
             for run in missing:
@@ -253,38 +253,41 @@ class Runs:
 
 
 def learning_rates(run: Run) -> list[Run]:
-    """``run`` with each pair of them."""
+    """Return ``run`` with each pair of learning rates."""
     pairs = itertools.product(DENSE_LRS, TABLE_LRS)
     return [dataclasses.replace(run, dense_lr=a, table_lr=b) for a, b in pairs]
 
 
 def half_lives(run: Run) -> list[Run]:
-    """``run`` with each of them, if it has one."""
+    """Return ``run`` with each half-life, for recency pooling only."""
     is_recency = run.pooling == "recency"
     return [dataclasses.replace(run, half_life=x) for x in HALF_LIVES if is_recency]
 
 
 def regularizers(run: Run) -> list[Run]:
-    """``run`` with each of them."""
+    """Return ``run`` with each regularizer."""
     return [dataclasses.replace(run, **{name: value}) for name, value in REGULARIZERS.items()]
 
 
 def compare(args: argparse.Namespace, runs: Runs) -> pd.DataFrame:
-    """Tunes each pooling on each data set, and trains the best with all seeds."""
+    """Tune each pooling on each data set, and train the best settings with all seeds."""
     best = [Run(data, name) for data, name in itertools.product(args.data, args.poolings)]
     for stage in (learning_rates, half_lives, regularizers):
         tried = [[run, *stage(run)] for run in best]
         runs.train(itertools.chain(*tried))
-        best = [max(of_case, key=lambda run: runs.done[run]["tune_auc"]) for of_case in tried]
+        best = [
+            max(case_trainings, key=lambda run: runs.done[run]["tune_auc"])
+            for case_trainings in tried
+        ]
     chosen = [dataclasses.replace(run, seed=seed) for run in best for seed in range(args.seeds)]
     runs.train(chosen)
     return comparison(pd.DataFrame([runs.done[run] for run in chosen]))
 
 
-def table_of(frame: pd.DataFrame) -> str:
-    """A line for each data set and pooling."""
+def format_table(frame: pd.DataFrame) -> str:
+    """Return a table with a line for each data set and pooling."""
     scores = {}
-    for head, name, form in (("AUC", "auc", "{:.4f}"), ("less recency's", "ahead", "{:+.4f}")):
+    for head, name, form in (("AUC", "auc", "{:.4f}"), ("minus recency", "ahead", "{:+.4f}")):
         errors = frame[f"{name}_se"].map(" ± {:.4f}".format)
         scores[head] = frame[name].map(form.format) + errors
     labels = {"data": frame["data"].map(lambda data: Path(data).name), "pooling": frame["pooling"]}
@@ -295,9 +298,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--data", nargs="+", default=[SYNTHETIC], help="as above")
     parser.add_argument("--poolings", nargs="+", choices=POOLINGS, default=[*POOLINGS])
-    parser.add_argument("--seeds", type=number(int, 1, 1000), default=3, help="of the best")
-    parser.add_argument("--jobs", type=number(int, 1, 256), default=1, help="trainings at a time")
-    parser.add_argument("--csv", type=writable_file, help="of all trainings")
+    parser.add_argument("--seeds", type=number(int, 1, 1000), default=3, help="number of seeds")
+    parser.add_argument("--jobs", type=number(int, 1, 256), default=1, help="parallel trainings")
+    parser.add_argument("--csv", type=writable_file, help="file of all trainings")
     return parser.parse_args(argv)
 
 
@@ -307,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
         for data in args.data:
             read(data)
         with Runs(args.csv, args.jobs, "cuda" if torch.cuda.is_available() else "cpu") as runs:
-            print(table_of(compare(args, runs)))
+            print(format_table(compare(args, runs)))
     except DataError as error:
         print(error, file=sys.stderr)
         return 1

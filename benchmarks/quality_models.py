@@ -1,4 +1,4 @@
-"""The ranking model of ``quality.py``, its poolings of a history, and scores of models."""
+"""The ranking model of ``quality.py``, its poolings of histories, and scores."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingCon
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from torchrec_jagged_attn import JaggedTargetAttention
+from torchrec_jagged_attn import HistoryEncoderLayer, JaggedTargetAttention
 
 ATTENDED = ("item", "category")
 Table = TypeVar("Table", bound=BaseEmbeddingConfig)
 
 
 def rate(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """AUC, and NE: cross-entropy over that of the base rate."""
+    """Return AUC and NE, the cross-entropy divided by the entropy of the base rate."""
     labels = labels.double()
     loss = F.binary_cross_entropy_with_logits(logits.double(), labels)
     base = torch.distributions.Bernoulli(labels.mean()).entropy()
@@ -46,8 +46,8 @@ class Run:
     table_decay: float = 0.0
 
 
-def tables_of(kind: type[Table], cardinalities: dict[str, int], width: int) -> list[Table]:
-    """One table for each feature; a history shares the table of what it is a history of."""
+def make_tables(kind: type[Table], cardinalities: dict[str, int], width: int) -> list[Table]:
+    """Return a table per feature; a history shares the table of its feature."""
     return [
         kind(
             name=f"{name}_table",
@@ -62,8 +62,8 @@ def tables_of(kind: type[Table], cardinalities: dict[str, int], width: int) -> l
 class Ranker(nn.Module):
     """Logits from a candidate, the pooled history, their product, and further features.
 
-    A feature ``item`` or ``category`` shares its table with ``item_history`` or
-    ``category_history``; their embeddings together are the candidate, or an event of the history.
+    The features ``item`` and ``category`` share tables with ``item_history`` and
+    ``category_history``. Their concatenated embeddings are the candidate and the events.
 
     Args:
         run: the pooling, sizes and dropout.
@@ -76,9 +76,9 @@ class Ranker(nn.Module):
         self.num_dense = num_dense
         self.attended = [name for name in ATTENDED if name in cardinalities]
         self.others = [name for name in cardinalities if name not in self.attended]
-        self.tables = EmbeddingCollection(tables_of(EmbeddingConfig, cardinalities, run.width))
+        self.tables = EmbeddingCollection(make_tables(EmbeddingConfig, cardinalities, run.width))
         embed_dim = run.width * len(self.attended)
-        # Before the pooling, so that they start alike with each.
+        # Created before the pooling, so that initial values do not depend on it.
         self.layers = nn.Sequential(
             nn.Linear(3 * embed_dim + run.width * len(self.others) + num_dense, 128),
             *(nn.ReLU(), nn.Dropout(run.dropout), nn.Linear(128, 64)),
@@ -87,7 +87,7 @@ class Ranker(nn.Module):
         self.pooling = POOLINGS[run.pooling](run, embed_dim)
 
     def forward(self, dense: Tensor, sparse: KeyedJaggedTensor) -> Tensor:
-        """Logits ``[B]``."""
+        """Return logits ``[B]``."""
         embedded = self.tables(sparse)
         target = torch.cat([embedded[name].values() for name in self.attended], 1)
         histories = [embedded[f"{name}_history"] for name in self.attended]
@@ -101,23 +101,25 @@ class Ranker(nn.Module):
 
 
 class PaddedPooling(nn.Module):
-    """Base of the poolings that pad histories."""
+    """Base class of poolings that pad histories."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.max_history = run.max_history
 
     def padded(self, rows: JaggedTensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[B, L, E]``, the newest last, and which of them are events ``[B, L]``."""
+        """Return rows ``[B, L, E]``, the newest last, and a mask of events ``[B, L]``."""
         begins, ends = rows.offsets()[:-1].unsqueeze(1), rows.offsets()[1:].unsqueeze(1)
         index = ends - self.max_history + torch.arange(self.max_history, device=ends.device)
         is_event = index >= begins
-        x = nn.functional.pad(rows.values(), (0, 0, 0, 1))  # a row more, for batches without events
+        x = nn.functional.pad(
+            rows.values(), (0, 0, 0, 1)
+        )  # an extra row, for batches without events
         return x[index.clamp(min=0)], is_event
 
 
 class Mean(PaddedPooling):
-    """Mean weighted by recency: weights halve every ``half_life`` events."""
+    """Mean weighted by recency, whose weights halve every ``half_life`` events."""
 
     def __init__(self, run: Run, half_life: float = torch.inf) -> None:
         super().__init__(run)
@@ -132,7 +134,7 @@ class Mean(PaddedPooling):
 
 
 class ActivationUnit(PaddedPooling):
-    """DIN's: an MLP of ``[q, x, q - x, q · x]`` weighs each row of a sum.
+    """DIN's activation unit: a sum weighted by an MLP of ``[q, x, q - x, q · x]``.
 
     Source:
         Deep Interest Network (KDD '18, https://arxiv.org/abs/1706.06978).
@@ -152,10 +154,23 @@ class ActivationUnit(PaddedPooling):
         return torch.einsum("bl,ble->be", weights * is_event, x)
 
 
+class EncodedAttention(nn.Module):
+    """Attention behind an encoder layer, as with ``EncoderConfig()`` in a collection."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.attention = JaggedTargetAttention(embed_dim)
+        self.encoder = HistoryEncoderLayer(embed_dim, min(4, self.attention.num_heads))
+
+    def forward(self, target: Tensor, rows: JaggedTensor) -> Tensor:
+        return self.attention(target, self.encoder(rows))
+
+
 POOLINGS: dict[str, Callable[[Run, int], nn.Module]] = {
     "mean": lambda run, embed_dim: Mean(run),
     "recency": lambda run, embed_dim: Mean(run, run.half_life),
     "din": ActivationUnit,
     "attention": lambda run, embed_dim: JaggedTargetAttention(embed_dim),
+    "encoder": lambda run, embed_dim: EncodedAttention(embed_dim),
 }
-"""By name: from a run and the width of the history's rows to a pooling."""
+"""Factories by name; arguments are the run and the width of history rows."""

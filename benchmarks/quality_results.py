@@ -1,4 +1,4 @@
-"""Means over seeds and standard errors of trainings by ``quality.py`` and scripts like it."""
+"""Means and standard errors of trainings by ``quality.py`` and ``event_selection.py``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ TUNED = ["dense_lr", "table_lr", "half_life", "dropout", "weight_decay", "table_
 SETTINGS = [
     *("users", "events", "noise", "max_history", "width", "epochs", "batch_size", "lr"),
 ]
-"""Of trainings that compare ways, each with budgets: what must be the same for all of a log."""
+"""Settings of ``event_selection.py`` that must be equal for all trainings of a log."""
 SCORES = {"auc": "AUC", "ne": "NE"}
 STAMP = ["device", "torch", "torchrec", "date"]
 
 
 def comparison(trainings: pd.DataFrame) -> pd.DataFrame:
-    """The best of each pooling by its tuning events, and its test AUC over the seeds.
+    """Return the best settings of each pooling by ``tune_auc`` of seed 0, and its test AUC.
 
     Args:
-        trainings: lines of ``quality.py``. The settings of a pooling are those of seed 0 with the
-            best ``tune_auc``.
+        trainings: lines of ``quality.py``.
 
     Returns:
         A line for each data set and pooling: the settings, the mean of ``auc`` and its standard
@@ -29,16 +28,16 @@ def comparison(trainings: pd.DataFrame) -> pd.DataFrame:
         its standard error ``ahead_se``.
 
     Raises:
-        ValueError: trainings differ in what is neither tuned nor compared.
+        ValueError: trainings differ in a setting that is neither tuned nor compared.
     """
     for name in ("max_history", "width", "batch_size"):
         if (found := trainings[name].unique()).size > 1:
             raise ValueError(f"{name} must be the same in all trainings, got {found.tolist()}")
     rows, by_seed = [], {}
-    for case, of_case in trainings.groupby(["data", "pooling"], sort=False):
-        first = of_case[of_case["seed"] == 0]
+    for case, case_trainings in trainings.groupby(["data", "pooling"], sort=False):
+        first = case_trainings[case_trainings["seed"] == 0]
         best = first.loc[first["tune_auc"].idxmax(), TUNED]
-        chosen = of_case[(of_case[TUNED] == best).all(axis=1)]
+        chosen = case_trainings[(case_trainings[TUNED] == best).all(axis=1)]
         by_seed[case] = auc = chosen.set_index("seed")["auc"]
         rows.append({"data": case[0], "pooling": case[1], **best, "seeds": len(auc)})
     for row in rows:
@@ -50,9 +49,9 @@ def comparison(trainings: pd.DataFrame) -> pd.DataFrame:
 
 
 def figure_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
-    """The same as rows like those of ``run.py``: a case is the data, a provider a pooling.
+    """Return a comparison in the format of ``run.py``: cases are data, providers poolings.
 
-    A standard error is the metric ``<score>_se``, and left out where there is one seed.
+    Standard errors are the metrics ``<score>_se``, for more than one seed.
     """
     stamps = trainings.groupby(["data", "pooling"])[STAMP].max()
     rows = []
@@ -72,13 +71,13 @@ def _labels(suite: str, case: str, provider: str, stamp: pd.Series) -> dict[str,
 
 
 def ways_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
-    """Trainings with a ``way`` and a ``budget`` as rows like those of ``run.py``.
+    """Return trainings with a ``way`` and a ``budget`` in the format of ``run.py``.
 
-    A case is the data, a provider a way and its budget, as ``newest-0.5``. Figures are means over
-    seeds; standard errors as in :func:`figure_rows`.
+    Cases are data, providers a way and its budget, as ``newest-0.5``. Figures are means over seeds;
+    standard errors as in :func:`figure_rows`.
 
     Args:
-        trainings: with a column for each figure, as ``training, samples/s``, or a score.
+        trainings: lines with a column for each figure, as ``training, samples/s`` or a score.
 
     Raises:
         ValueError: trainings of a log differ in another setting.
@@ -86,11 +85,11 @@ def ways_rows(trainings: pd.DataFrame) -> list[dict[str, Any]]:
     others = {"data", "way", "budget", "seed", *SETTINGS, *STAMP, "torchrec_jagged_attn"}
     figures = [name for name in trainings.columns if name not in others]
     rows = []
-    for data, of_data in trainings.groupby("data", sort=False):
-        for name in of_data.columns.intersection(SETTINGS):
-            if (found := of_data[name].unique()).size > 1:
+    for data, data_trainings in trainings.groupby("data", sort=False):
+        for name in data_trainings.columns.intersection(SETTINGS):
+            if (found := data_trainings[name].unique()).size > 1:
                 raise ValueError(f"{name} must be the same for all of {data}, got {found.tolist()}")
-        for (way, budget), part in of_data.groupby(["way", "budget"], sort=False):
+        for (way, budget), part in data_trainings.groupby(["way", "budget"], sort=False):
             labels = _labels("ways", data, f"{way}-{budget:g}", part[STAMP].max())
             for name in figures:
                 metric, _, unit = name.partition(", ")

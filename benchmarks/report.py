@@ -3,12 +3,11 @@
     python benchmarks/report.py            # all of them
     python benchmarks/report.py --check    # change nothing; exit with 1 if one is stale
 
-A document marks the place of a table by two comments, ``<!-- table: NAME -->`` and ``<!-- end of
-table -->``, that of a plot by ``<!-- plot: NAME -->`` and ``<!-- end of plot -->``. A table is one
-of TABLES of ``specs.py``, from the figures under ``results/``; or ``absorbed_or_materialized``; or,
-for a table of kernel variants, a module of the package that defines ``VARIANTS``. Plots are those
-of ``plots.py``. While a file of its figures is not there, the place of a table says so, and that of
-a plot stays empty. Rows and columns of which nothing is known are left out.
+A table is written between the comments ``<!-- table: NAME -->`` and ``<!-- end of table -->`` of a
+document, the link of a plot between ``<!-- plot: NAME -->`` and ``<!-- end of plot -->``. NAME is a
+key of TABLES in ``specs.py``, ``absorbed_or_materialized``, a module of the package that defines
+``VARIANTS``, or a plot of ``plots.py``. If a CSV file is missing, the block of a table says so, and
+the block of a plot is empty. Rows and columns without figures are left out.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is installed
 
 import plots
-from figures import RESULTS, Figures, files_of, parsed, shown
+from figures import RESULTS, Figures, parse_query, result_files, shown
 from specs import TABLES, Table
 
 from torchrec_jagged_attn.modules.projections import is_materialized
@@ -48,8 +47,8 @@ CROSSOVERS = {
 }
 
 
-def columns_of(table: Table) -> list[tuple[str, str]]:
-    """Heads and templates."""
+def parse_columns(table: Table) -> list[tuple[str, str]]:
+    """Return heads and templates."""
     text = re.sub(
         r"\{([^}]*) forward/both\b([^}]*)\}", r"{\1 forward\2} / {\1 both\2}", table.columns
     )
@@ -57,15 +56,15 @@ def columns_of(table: Table) -> list[tuple[str, str]]:
 
 
 def figures_table(table: Table, results: Path = RESULTS) -> str:
-    """The lines of one of TABLES; below, notes on its figures, and on what they were measured.
+    """Return the lines of a table of TABLES, with notes and the origin of its figures below.
 
-    No lines while a file is not there, or none of its figures.
+    Empty if a file is missing or has none of the figures.
     """
-    files = files_of(table.results, results)
+    files = result_files(table.results, results)
     if not all(path.exists() for path in files):
         return ""
     figures = Figures(files, table.ours)
-    columns = columns_of(table)
+    columns = parse_columns(table)
     notes: dict[str, str] = {}
     rows: list[list[str]] = []
     for label, key in table.rows.items():
@@ -73,12 +72,12 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
         for _, template in columns:
             values, marks = [], set()
             for words in re.findall(r"\{([^}]*)\}", template):
-                cell = parsed(words, key, table.mode)
-                text = shown(figures.find(cell), cell.unit)
-                if cell.named and text != "–":
-                    text += f" ({table.names[figures.best(cell)]})"
+                query = parse_query(words, key, table.mode)
+                text = shown(figures.find(query), query.unit)
+                if query.named and text != "–":
+                    text += f" ({table.names[figures.best(query)]})"
                 values.append(text)
-                if note := figures.note(cell):
+                if note := figures.note(query):
                     mark = str(len(notes) + 1).translate(SUPERSCRIPTS)
                     marks.add(notes.setdefault(note, mark))
             cells.append(" ".join([_filled(template, values), *sorted(marks)]))
@@ -89,7 +88,7 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
     known = [{row[i] for row in rows} != {"–"} for i in range(len(columns) + 1)]
     heads = [table.heads]
     for head, template in columns:
-        case = parsed(re.findall(r"\{([^}]*)\}", template)[0]).case
+        case = parse_query(re.findall(r"\{([^}]*)\}", template)[0]).case
         gpu = figures.gpu(case)
         heads.append(head.format(batch=figures.batch(case), gpu=f", {gpu}" * bool(gpu)))
     lines = [" | ".join(itertools.compress(row, known)) for row in rows]
@@ -100,24 +99,25 @@ def figures_table(table: Table, results: Path = RESULTS) -> str:
 
 
 def _filled(template: str, values: list[str]) -> str:
-    """A cell, without those of its parts, between commas, that name their unit and have no figure.
+    """Fill the template of a table cell; a dash if it has no figures.
 
-    A dash if no figure of the cell is known. A mean of one seed has no error, and stands alone.
+    Parts between commas are left out if they have no figures and text other than parentheses.
+    Without a standard error, ``±`` is left out.
     """
     if {*values} == {"–"}:
         return "–"
     rest, parts = iter(values), []
     for part in template.split(", "):
         words = re.split(r"\{[^}]*\}", part)
-        own = [*itertools.islice(rest, len(words) - 1)]
-        if {*own} != {"–"} or re.fullmatch(r"[() ]*", "".join(words)):
-            text = "".join(itertools.chain(*zip(words, [*own, ""], strict=True)))
+        part_values = [*itertools.islice(rest, len(words) - 1)]
+        if {*part_values} != {"–"} or re.fullmatch(r"[() ]*", "".join(words)):
+            text = "".join(itertools.chain(*zip(words, [*part_values, ""], strict=True)))
             parts.append(text.removesuffix(" ± –"))
     return ", ".join(parts)
 
 
 def _markdown(heads: list[str], rows: list[str], below: list[str]) -> str:
-    """A table, and paragraphs below it."""
+    """Return a Markdown table with paragraphs below it."""
     head = " | ".join(heads)
     rule = "|".join("---" for _ in head.split(" | "))
     lines = [f"| {head} |", f"|{rule}|", *(f"| {row} |" for row in rows)]
@@ -127,30 +127,32 @@ def _markdown(heads: list[str], rows: list[str], below: list[str]) -> str:
 
 
 def variants_table(module: str) -> str:
-    """The kernel variants of a module in the order of dispatch, where each runs, for what calls.
+    """Return a table of the kernel variants of a module in the order of dispatch.
 
-    Conditions of all but the last come below. ``VARIANTS`` may also be such lists, by op.
+    Common conditions of all but the last variant are below the table. ``VARIANTS`` is a list, or a
+    dict of lists by op.
     """
     variants = importlib.import_module(f"{PACKAGE}.ops.{module}").VARIANTS
     by_op = variants if isinstance(variants, dict) else {"": variants}
     rows, below = [], []
-    for op, of_op in by_op.items():
-        asked = [[text for text, _ in variant.conditions] for variant in of_op]
-        several = len(of_op) > 2
-        common = [text for text in asked[0] if several and all(text in own for own in asked[:-1])]
-        for variant, texts in zip(of_op, asked, strict=True):
-            own = [text for text in texts if text not in common]
-            takes = "; ".join([variant.samples] * bool(variant.samples) + own) or "all else"
+    for op, op_variants in by_op.items():
+        conditions = [[text for text, _ in variant.conditions] for variant in op_variants]
+        common = []
+        if len(op_variants) > 2:
+            common = [text for text in conditions[0] if all(text in x for x in conditions[:-1])]
+        for variant, texts in zip(op_variants, conditions, strict=True):
+            texts = [text for text in texts if text not in common]
+            calls = "; ".join([variant.samples] * bool(variant.samples) + texts) or "all else"
             runs_on = "any" if variant.runs_on(torch.device("cpu")) else variant.device
-            rows.append(" | ".join([f"`{op}`"] * bool(op) + [f"`{variant.name}`", runs_on, takes]))
+            rows.append(" | ".join([f"`{op}`"] * bool(op) + [f"`{variant.name}`", runs_on, calls]))
         if common:
-            below += [f"All but `{of_op[-1].name}` also require: {'; '.join(common)}."]
+            below += [f"All but `{op_variants[-1].name}` also require: {'; '.join(common)}."]
     heads = ["op"] * isinstance(variants, dict) + ["variant", "GPU", "calls"]
     return _markdown(heads, rows, below)
 
 
 def crossover_table() -> str:
-    """From how many targets on keys and values are materialized by default."""
+    """Return a table of the numbers of targets from which keys and values are materialized."""
     rows = []
     for label, (device, dtype) in CROSSOVERS.items():
         cells = []
@@ -164,7 +166,7 @@ def crossover_table() -> str:
 
 
 def least_materialized(device: str, dtype: torch.dtype, num_heads: int, *, projected: bool) -> int:
-    """The least number of targets per sample with materialized keys and values, of width 128."""
+    """Return the smallest number of targets with materialized keys and values, for width 128."""
     with FakeTensorMode():
         history = torch.empty(1, 128, device=device, dtype=dtype)
         offsets = torch.empty(2, device=device, dtype=torch.int64)
@@ -177,37 +179,37 @@ def least_materialized(device: str, dtype: torch.dtype, num_heads: int, *, proje
     )
 
 
-def table_of(name: str) -> str:
-    """The lines of a table, by what its place names."""
+def render_table(name: str) -> str:
+    """Return the lines of the table of a block."""
     if name in TABLES:
         return figures_table(TABLES[name])
     return crossover_table() if name == "absorbed_or_materialized" else variants_table(name)
 
 
-def places(kind: str) -> re.Pattern:
-    """Finds the places of tables, or of plots, in a document."""
+def find_blocks(kind: str) -> re.Pattern:
+    """Return a pattern of the blocks of tables, or of plots, in a document."""
     return re.compile(rf"(<!-- {kind}: (?P<name>\S+) -->\n).*?(<!-- end of {kind} -->)", re.DOTALL)
 
 
-def refilled(text: str, kind: str, made: Callable[[str], str]) -> str:
-    """A document, all places of a kind made anew: ``made`` gives the lines of a name, or none."""
+def replace_blocks(text: str, kind: str, made: Callable[[str], str]) -> str:
+    """Return a document whose blocks of a kind are replaced by the lines ``made(name)``."""
 
-    def place(match: re.Match) -> str:
+    def block(match: re.Match) -> str:
         lines = made(match["name"])
         return f"{match[1]}{lines}{chr(10) * bool(lines)}{match[3]}"
 
-    return places(kind).sub(place, text)
+    return find_blocks(kind).sub(block, text)
 
 
 def main(
     argv: list[str] | None = None, documents: Sequence[Path] = DOCUMENTS, folder: Path = PLOTS
 ) -> int:
-    """Make tables and plots anew, or check them; 1 if something that is checked is stale."""
+    """Write tables and plots, or check them; return 1 if a checked one is stale."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if something is stale")
     check = parser.parse_args(argv).check
     new: dict[Path, str] = {}
-    there = {plots.name_of(plot): plot for plot in plots.PLOTS if plot.files}
+    there = {plots.plot_name(plot): plot for plot in plots.PLOTS if plot.files}
     for name, plot in there.items():
         path = folder / f"{name}.svg"
         if not path.exists() or plots.digest(plot) not in path.read_text():
@@ -219,8 +221,8 @@ def main(
             return f"![{there[name].title}]({link})" if name in there else ""
 
         old = path.read_text()
-        text = refilled(old, "table", lambda name: table_of(name) or UNKNOWN)
-        text = refilled(text, "plot", image)
+        text = replace_blocks(old, "table", lambda name: render_table(name) or UNKNOWN)
+        text = replace_blocks(text, "plot", image)
         if text != old:
             new[path] = text
     for path, text in new.items():

@@ -6,13 +6,13 @@
     python benchmarks/run.py --device cpu              # the small cases
     python benchmarks/run.py --device cpu --quick      # every case, made tiny
 
-For each case of a suite, every provider's output and gradients are first held against an fp64
-oracle by the tolerance rule of ``tests/tolerance.py``. One that fails, or cannot run here, gets a
-line that says why, and no figure. Times are medians; the CSV has the 20 % and 80 % quantiles beside
-them. The floor is the time that the inputs and outputs take at the copy bandwidth measured in the
-same run, or that the FLOPs take at PEAK_FLOPS, whichever is longer. Products of fp32 are exact
-unless --tf32 says otherwise, for all providers and for the tolerance. --host times the host alone:
-of many calls without a wait for the GPU, with backward in autograd's thread, and in the caller's.
+For each case of a suite, every provider's output and gradients are first compared with an fp64
+oracle by the tolerance rule of ``tests/tolerance.py``. A provider that fails, or cannot run on this
+machine, is not timed, and the reason is printed. Times are medians; the CSV also has the 20 % and
+80 % quantiles. The provider "floor" is the roofline: the time of copying the inputs and outputs at
+the bandwidth measured in the same run, or of the FLOPs at PEAK_FLOPS, whichever is longer. Products
+of fp32 are exact unless --tf32 is given, for all providers and for the tolerance. --host times the
+host without waiting for the GPU, with backward in autograd's thread and in the caller's thread.
 """
 
 import argparse
@@ -40,14 +40,14 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import suites
 from options import writable_file
 from stamps import stamp
-from suites import MODES, Cost, Inputs, Relaid, Suite, UnavailableError
+from suites import MODES, Cost, Inputs, PreparedCall, Suite, UnavailableError
 
 from tests.cases import Case
 from tests.rounding import RoundingErrors
 from tests.tolerance import assert_close
 
 QUICK_REPEATS = 2
-MAX_REPEATS = 500  # whose median is steady, also of calls that take microseconds
+MAX_REPEATS = 500  # enough for a stable median of calls that take microseconds
 METRICS = {
     "time": "ms",
     "graph_time": "ms",
@@ -58,17 +58,17 @@ METRICS = {
 }
 LABELS = ("suite", "case", "provider", "mode", "metric", "median", "p20", "p80", "unit")
 QUANTILES = (0.5, 0.2, 0.8)
-PEAK_FLOPS = 790e12  # of a large bf16 matmul on an H200, as measured through torch
+PEAK_FLOPS = 790e12  # of a large bf16 matmul in PyTorch on an H200
 
 
 def load_suites() -> dict[str, Suite]:
-    """Every suite under ``suites/``, by name."""
+    """Return the suites under ``suites/`` by name."""
     names = [m.name for m in pkgutil.iter_modules(suites.__path__) if not m.name.startswith("_")]
     return {name: importlib.import_module(f"suites.{name}").SUITE for name in names}
 
 
 def time_ms(call: Callable[[], object], device: str, quick: bool) -> list[float]:
-    """Median, 20 % and 80 % quantile of the milliseconds that ``call`` takes."""
+    """Return the median, 20 % and 80 % quantile of the time of ``call`` in milliseconds."""
     if device == "cuda":
         return np.quantile(_event_times_ms(call, 20 if quick else 100), QUANTILES).tolist()
     if quick:
@@ -80,11 +80,11 @@ def time_ms(call: Callable[[], object], device: str, quick: bool) -> list[float]
 
 
 def _event_times_ms(call: Callable[[], object], budget_ms: float) -> list[float]:
-    """Times of each of the calls that take ``budget_ms`` in all, or of ten, or of five slow ones.
+    """Return the times of as many calls as take ``budget_ms``: at least ten, or five if slow.
 
-    Each finds the L2 cache full of unrelated data, as in a model, but of lines that were read.
-    ``triton.testing.do_bench`` leaves written ones, tens of MiB that the call's own traffic must
-    wait for: 10 µs on an H200.
+    Before each call, the L2 cache is filled with unrelated data by reads, as in a model.
+    ``triton.testing.do_bench`` fills it by writes, whose write-back delays the call by 10 µs on an
+    H200.
     """
     evict = _evict()
     call()
@@ -106,15 +106,15 @@ def _event_times_ms(call: Callable[[], object], budget_ms: float) -> list[float]
 
 @functools.cache
 def _evict() -> Callable[[], object]:
-    """A function that fills the L2 cache by reading."""
+    """Return a function that fills the L2 cache by reading."""
     other = torch.ones(2**28 // 4, dtype=torch.int32, device="cuda")
     return functools.partial(torch.amax, other)
 
 
 def host_time_ms(call: Callable[[], object], quick: bool) -> list[float]:
-    """Median and quantiles of the milliseconds after which ``call`` returns; the GPU may go on.
+    """Return the median and quantiles of the host time of ``call`` in milliseconds.
 
-    The calls between two waits are few, so that no queue of launches is ever full.
+    Few calls are made between two synchronizations, so that the launch queue is never full.
     """
     number, times = 20, []
     for _ in range(QUICK_REPEATS if quick else 15):
@@ -125,7 +125,7 @@ def host_time_ms(call: Callable[[], object], quick: bool) -> list[float]:
 
 
 def copy_bandwidth(device: str, quick: bool) -> float:
-    """Bytes per second of a large copy on ``device``, reads and writes counted."""
+    """Return the bytes per second of a large copy on ``device``, counting reads and writes."""
     source = torch.rand((2**30 if device == "cuda" else 2**26) // 4, device=device)
     target = source.clone()
     median, *_ = time_ms(lambda: target.copy_(source), device, quick)
@@ -133,7 +133,7 @@ def copy_bandwidth(device: str, quick: bool) -> float:
 
 
 def peak_memory_mib(call: Callable[[], object]) -> float:
-    """CUDA memory that one ``call`` takes on top of what is allocated before it."""
+    """Return the peak of CUDA memory allocated by ``call`` in MiB."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -142,7 +142,7 @@ def peak_memory_mib(call: Callable[[], object]) -> float:
 
 
 def make_step(mode: str, call: Callable[[], Tensor], x: Inputs, grad_out: Tensor) -> Callable:
-    """The function to time: ``forward`` keeps nothing for backward, ``both`` does both."""
+    """Return the function to time; ``forward`` runs in inference mode."""
     leaves = list(x.leaves.values())
     if mode == "forward":
         return torch.inference_mode()(call)
@@ -153,7 +153,7 @@ def make_step(mode: str, call: Callable[[], Tensor], x: Inputs, grad_out: Tensor
 
 
 def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call of ``step``, on the current stream, which is not the default one."""
+    """Capture a call of ``step`` on the current stream, which must not be the default stream."""
     for _ in range(3):
         step()
     graph = torch.cuda.CUDAGraph()
@@ -163,51 +163,51 @@ def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def make_grad_out(out: Tensor, x: Inputs) -> Tensor:
-    """A gradient for ``out``, always the same, that the dtype of the case can represent."""
+    """Return a gradient of ``out`` with a fixed seed, rounded to the dtype of the case."""
     generator = torch.Generator(out.device).manual_seed(2)
     grad_out = torch.randn(out.shape, generator=generator, device=out.device)
     return grad_out.to(x.case.dtype).to(out)
 
 
 def outcome(
-    call: Callable[[], Tensor] | Relaid, x: Inputs, modes: Iterable[str]
+    call: Callable[[], Tensor] | PreparedCall, x: Inputs, modes: Iterable[str]
 ) -> dict[str, Tensor]:
-    """The output of ``call`` and, if ``modes`` have a backward, the gradient of every leaf."""
-    own = relaid(call, x)
+    """Return the output of ``call`` and, if ``modes`` have a backward, the gradients of leaves."""
+    prepared = as_prepared(call, x)
     if set(modes) <= {"forward"}:
         with torch.no_grad():
-            return {"out": own.restore("out", own.call())}
-    out = own.call()
-    restored = own.restore("out", out.detach())
-    grad_out = own.lay("out", make_grad_out(restored, x))
-    grads = torch.autograd.grad(out, list(own.leaves.values()), grad_out)
+            return {"out": prepared.restore("out", prepared.call())}
+    out = prepared.call()
+    restored = prepared.restore("out", out.detach())
+    grad_out = prepared.prepare("out", make_grad_out(restored, x))
+    grads = torch.autograd.grad(out, list(prepared.leaves.values()), grad_out)
     named = {
-        f"gradient of {name}": own.restore(name, grad)
+        f"gradient of {name}": prepared.restore(name, grad)
         for name, grad in zip(x.leaves, grads, strict=True)
     }
     return {"out": restored, **named}
 
 
-def relaid(call: Callable[[], Tensor] | Relaid, x: Inputs) -> Relaid:
-    """What a provider made: where it does not say otherwise, it reads the leaves of ``x``."""
-    return call if isinstance(call, Relaid) else Relaid(call, x.leaves)
+def as_prepared(call: Callable[[], Tensor] | PreparedCall, x: Inputs) -> PreparedCall:
+    """Return a provider's call as a ``PreparedCall``, by default with the leaves of ``x``."""
+    return call if isinstance(call, PreparedCall) else PreparedCall(call, x.leaves)
 
 
-def expected_of(suite: Suite, x: Inputs) -> tuple[dict[str, Tensor], RoundingErrors]:
-    """The outcomes of the oracle in fp64, and what errors the dtype of ``x`` allows."""
+def expected_outcome(suite: Suite, x: Inputs) -> tuple[dict[str, Tensor], RoundingErrors]:
+    """Return the outcome of the oracle in fp64 and the error bounds for the dtype of ``x``."""
     double = x.double()
     with RoundingErrors(x.case.dtype) as errors:
         return outcome(functools.partial(suite.oracle, double), double, suite.modes), errors
 
 
 def check(actual: dict[str, Tensor], exact: dict[str, Tensor], errors: RoundingErrors) -> None:
-    """Raise AssertionError if an output or gradient is wrong, by the one tolerance rule."""
+    """Raise AssertionError if an output or gradient exceeds its tolerance."""
     for name, tensor in actual.items():
         assert_close(tensor, exact[name], errors, name=name)
 
 
 def describe(error: Exception) -> str:
-    """Why a provider has no figure, in one line."""
+    """Return in one line why a provider is not timed."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, UnavailableError | ImportError):
         return f"not run here: {first_line}"
@@ -217,28 +217,28 @@ def describe(error: Exception) -> str:
 
 
 def release(device: str) -> None:
-    """Free what the last provider left. Raises if it left the CUDA context broken."""
+    """Free the memory of the last provider. Raises if the CUDA context is broken."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
-def floor_ms(cost: Cost, device: str, bandwidth: float) -> float:
-    """The milliseconds below which no implementation runs."""
+def roofline_ms(cost: Cost, device: str, bandwidth: float) -> float:
+    """Return the minimum time of a call in milliseconds."""
     arithmetic = cost.flops / PEAK_FLOPS if device == "cuda" else 0.0
     return max(cost.bytes / bandwidth, arithmetic) * 1e3
 
 
-def costs_of(suite: Suite, x: Inputs, modes: list[str]) -> dict[str, Cost]:
-    """What each of ``modes`` that the suite has must do at least."""
+def minimum_costs(suite: Suite, x: Inputs, modes: list[str]) -> dict[str, Cost]:
+    """Return the minimum cost of each of ``modes`` that the suite has."""
     costs = suite.cost(x)
     costs["both"] = costs["forward"] + costs["backward"]
     return {mode: costs[mode] for mode in modes if mode in suite.modes}
 
 
-def shape_of(x: Inputs) -> dict[str, object]:
-    """The columns that say what a case is; ``fill`` is what padding leaves of a padded history."""
+def shape_columns(x: Inputs) -> dict[str, object]:
+    """Return the columns with the shape of a case; ``fill`` is the share of rows if padded."""
     num_rows = int(x.offsets[-1])
     return {
         "B": x.case.batch_size,
@@ -253,7 +253,7 @@ def shape_of(x: Inputs) -> dict[str, object]:
 
 
 def shrink(case: Case) -> Case:
-    """A tiny case of the same kind."""
+    """Return a tiny case of the same kind."""
     length, targets = min(case.max_length, 40), min(case.num_targets, 20)
     return replace(case, batch_size=6, max_length=length, num_targets=targets)
 
@@ -261,13 +261,13 @@ def shrink(case: Case) -> Case:
 def run_case(
     suite: Suite, name: str, x: Inputs, args: argparse.Namespace, bandwidth: float, rows: list[dict]
 ) -> dict[str, str]:
-    """Check and time the providers of ``suite`` on ``x``; figures go to the end of ``rows``.
+    """Check and time the providers of ``suite`` on ``x``, and append the figures to ``rows``.
 
     Returns:
-        Why, for each provider that lacks figures.
+        The reason by provider that was not timed.
     """
-    costs = costs_of(suite, x, args.modes)
-    shape = shape_of(x)
+    costs = minimum_costs(suite, x, args.modes)
+    shape = shape_columns(x)
 
     def add(provider: str, mode: str, metric: str, figures: list[float]) -> None:
         labels = (suite.name, name, provider, mode, metric, *figures, METRICS[metric])
@@ -275,33 +275,33 @@ def run_case(
         rows.append(dict(zip(LABELS, labels, strict=True)) | shape | work)
 
     for mode, cost in costs.items():
-        add("floor", mode, "time", [floor_ms(cost, args.device, bandwidth)] * 3)
+        add("floor", mode, "time", [roofline_ms(cost, args.device, bandwidth)] * 3)
 
-    expected = expected_of(suite, x)
+    expected = expected_outcome(suite, x)
 
-    def checked(own: Relaid) -> Tensor:
-        """The gradient of the output of ``own``, which must be right."""
-        its = own.inputs or x
-        exact, errors = expected_of(suite, its) if own.inputs else expected
-        actual = outcome(own, its, suite.modes)
+    def checked(prepared: PreparedCall) -> Tensor:
+        """Check output and gradients, and return the gradient of the output."""
+        call_inputs = prepared.inputs or x
+        exact, errors = expected_outcome(suite, call_inputs) if prepared.inputs else expected
+        actual = outcome(prepared, call_inputs, suite.modes)
         check(actual, exact, errors)
-        return own.lay("out", make_grad_out(actual["out"], its))
+        return prepared.prepare("out", make_grad_out(actual["out"], call_inputs))
 
     reasons = {}
     for provider in (p for p in suite.providers if p in args.providers):
         release(args.device)
         try:
-            own = relaid(suite.providers[provider](x), x)
-            of_out = checked(own)
+            prepared = as_prepared(suite.providers[provider](x), x)
+            grad_out = checked(prepared)
             steps = {
-                mode: make_step(mode, own.call, replace(x, leaves=own.leaves), of_out)
+                mode: make_step(mode, prepared.call, replace(x, leaves=prepared.leaves), grad_out)
                 for mode in costs
             }
             for mode, step in steps.items():
                 add(provider, mode, "time", time_ms(step, args.device, args.quick))
                 if args.device == "cuda":
                     add(provider, mode, "peak_memory", [peak_memory_mib(step)] * 3)
-                    operands = sum(leaf.nbytes for leaf in own.leaves.values()) / 2**20
+                    operands = sum(leaf.nbytes for leaf in prepared.leaves.values()) / 2**20
                     add(provider, mode, "operands", [operands] * 3)
             for mode, step in steps.items() if args.graph else ():
                 graph = capture(step)
@@ -311,40 +311,37 @@ def run_case(
                 with torch.autograd.set_multithreading_enabled(False):
                     one_thread = host_time_ms(step, args.quick)
                 add(provider, mode, "host_time_one_thread", one_thread)
-        except Exception as error:  # one provider never stops the others
+        except Exception as error:  # a failure does not affect other providers
             reasons[provider] = describe(error)
-        own = of_out = steps = step = graph = (
-            None  # their tensors are freed before the next provider
-        )
+        # Free the tensors before the next provider.
+        prepared = grad_out = steps = step = graph = None
     release(args.device)
     return reasons
 
 
 def make_table(rows: list[dict]) -> str:
-    """A line per mode and provider of a case: figures, ratio to the best peer, share of roofline.
-
-    A ratio over 1 is faster than the best peer; the best peer's own is 1.
-    """
+    """Return a table of figures, speedups over the best peer and shares of the roofline."""
     frame = pd.DataFrame(rows)
     lines = dict.fromkeys(zip(frame["mode"], frame["provider"], strict=True))
-    of = frame.pivot(index=["mode", "provider"], columns="metric", values="median")
-    of = of.loc[sorted(lines, key=lambda line: [*frame["mode"].unique()].index(line[0]))]
-    names = of.index.get_level_values("provider")
-    table = pd.DataFrame(index=of.index)
-    for metric in [name for name in METRICS if name in of and METRICS[name] == "ms"]:
-        best = of.loc[~names.str.startswith(("ours", "floor")), metric].groupby("mode").min()
-        table[metric] = of[metric]
-        table[f"{metric}, × peer"] = (1 / of[metric][names != "floor"]).mul(best, level="mode")
-        if not metric.startswith("host"):  # the floor is the GPU's
-            floors = of["time"].xs("floor", level="provider")
-            table[f"{metric}, of floor"] = (1 / of[metric]).mul(floors, level="mode")
-    if "peak_memory" in of:
-        table["MiB"] = of["peak_memory"]
+    medians = frame.pivot(index=["mode", "provider"], columns="metric", values="median")
+    medians = medians.loc[sorted(lines, key=lambda line: [*frame["mode"].unique()].index(line[0]))]
+    names = medians.index.get_level_values("provider")
+    table = pd.DataFrame(index=medians.index)
+    for metric in [name for name in METRICS if name in medians and METRICS[name] == "ms"]:
+        best = medians.loc[~names.str.startswith(("ours", "floor")), metric].groupby("mode").min()
+        times = medians[metric]
+        table[metric] = times
+        table[f"{metric}, × peer"] = (1 / times[names != "floor"]).mul(best, level="mode")
+        if not metric.startswith("host"):  # the roofline is of the GPU
+            roofline = medians["time"].xs("floor", level="provider")
+            table[f"{metric}, of roofline"] = (1 / times).mul(roofline, level="mode")
+    if "peak_memory" in medians:
+        table["MiB"] = medians["peak_memory"]
     return table.dropna(axis=1, how="all").to_string(float_format="{:.4g}".format, na_rep="–")
 
 
 def select(what: str, patterns: list[str], names: Iterable[str]) -> list[str]:
-    """The ``names`` that match any of ``patterns``; each pattern must match one."""
+    """Return the ``names`` that match any of ``patterns``; each pattern must match one."""
     names = list(dict.fromkeys(names))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
@@ -353,18 +350,18 @@ def select(what: str, patterns: list[str], names: Iterable[str]) -> list[str]:
 
 
 def print_names(suites: list[Suite], *, all_names: bool) -> None:
-    """What each suite measures, and how many cases it has; or all that options may name."""
+    """Print each suite with its number of cases, or with all names that options accept."""
     for suite in suites:
         print(f"{suite.name:24} {suite.measures:49} {len(suite.cases):4}")
         for what in ("cases", "providers", "modes") if all_names else ():
             names = textwrap.wrap(" ".join(getattr(suite, what)), 80, break_on_hyphens=False)
             print(f"\n{what}:", *names, sep="\n")
     if not all_names:
-        print("At the right, how many cases; --list SUITE prints these; --help the options")
+        print("Right column: number of cases; --list SUITE prints them; --help prints the options")
 
 
 def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace:
-    """The command line, its names checked and their ``*`` expanded."""
+    """Parse the command line, check its names and expand ``*``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 
     def names(text: str) -> list[str]:
@@ -377,12 +374,12 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
     add("--providers", type=names, default=["*"], metavar="A,B*", help="default: all")
     add("--modes", type=names, default=["*"], metavar="A,B*", help=f"of {', '.join(MODES)}")
     add("--device", choices=("cuda", "cpu"), default=default_device, help="default: cuda if there")
-    add("--graph", action="store_true", help="time CUDA graphs, too")
-    add("--host", action="store_true", help="time the host without the GPU, too")
+    add("--graph", action="store_true", help="also time CUDA graphs")
+    add("--host", action="store_true", help="also time the host without the GPU")
     add("--csv", type=writable_file, metavar="FILE", help="write the figures of each case here")
     add("--tf32", action="store_true", help="products of fp32 may be rounded to TF32")
     add("--list", action="store_true", help="print the suites, or all names of those given")
-    add("--quick", action="store_true", help="tiny inputs and short runs, to see that all works")
+    add("--quick", action="store_true", help="tiny inputs and short runs, for tests")
     args = parser.parse_args(argv)
 
     args.overview = args.list and not args.suites
@@ -408,7 +405,7 @@ def parse(known: dict[str, Suite], argv: list[str] | None) -> argparse.Namespace
 
 
 def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -> int:
-    """Run the command line ``argv`` over the suites ``known``; 1 if one of ours failed."""
+    """Run the command line ``argv`` with the suites ``known``; return 1 if one of ours failed."""
     known = load_suites() if known is None else known
     args = parse(known, argv)
     chosen = [known[name] for name in args.suites]
@@ -422,13 +419,13 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
         **stamp("triton", device=args.device),
     }
     gc.collect()
-    gc.freeze()  # what is imported is no garbage, and takes half a second to look through
+    gc.freeze()  # imported objects are not collected again, which takes half a second
     rows: list[dict] = []
     written = 0
     ours_failed = False
 
     def write() -> None:
-        """Add the figures to the CSV that it lacks."""
+        """Append new figures to the CSV."""
         nonlocal written
         if args.csv and rows[written:]:
             args.csv.parent.mkdir(parents=True, exist_ok=True)
@@ -436,37 +433,37 @@ def main(argv: list[str] | None = None, known: dict[str, Suite] | None = None) -
             frame.to_csv(args.csv, mode="a" if written else "w", header=not written, index=False)
             written = len(rows)
 
-    # One stream for all: a graph cannot capture the default one, nor a backward that began there.
+    # A graph can capture neither the default stream nor a backward of a forward on it.
     stream = torch.cuda.Stream() if args.device == "cuda" else None
     num_threads = torch.get_num_threads()
-    # Threads only wait for each other where inputs are tiny, and for long where cores are busy.
+    # With tiny inputs, threads mostly wait for each other.
     torch.set_num_threads(1 if args.quick else num_threads)
     try:
         with torch.cuda.stream(stream):
             bandwidth = copy_bandwidth(args.device, args.quick)
             print(", ".join(f"{key} {value}" for key, value in measured.items()))
-            print(f"copy {bandwidth / 1e12:.3g} TB/s, reads and writes counted")
+            print(f"copy {bandwidth / 1e12:.3g} TB/s, reads and writes")
             if args.quick:
-                print("quick: tiny inputs in one thread; times show that all works, no more")
+                print("quick: tiny inputs in one thread; times are not meaningful")
             for suite in chosen:
                 for name in (name for name in args.cases if name in suite.cases):
                     case = suite.cases[name]
                     if args.quick:
-                        gc.freeze()  # nor is what cases import; what else they leave is tiny
+                        gc.freeze()  # objects imported by cases
                         name, case = f"{name}-quick", shrink(case)
                     x = suite.inputs(case, args.device)
-                    shape = " ".join(f"{key}={value}" for key, value in shape_of(x).items())
+                    shape = " ".join(f"{key}={value}" for key, value in shape_columns(x).items())
                     print(f"\n{suite.name} {name}: {shape}", flush=True)
                     first = len(rows)
                     reasons = run_case(suite, name, x, args, bandwidth, rows)
                     write()
                     print(make_table(rows[first:]), flush=True)
                     for reason in dict.fromkeys(reasons.values()):
-                        lacking = [name for name, its in reasons.items() if its == reason]
+                        lacking = [name for name, text in reasons.items() if text == reason]
                         print(f"{', '.join(lacking)}: {reason}")
                         is_ours = any(name.startswith("ours") for name in lacking)
                         ours_failed |= is_ours and not reason.startswith("not run")
-    finally:  # what was measured is kept, also after Ctrl-C
+    finally:  # keep figures after Ctrl-C
         torch.set_num_threads(num_threads)
         write()
     return int(ours_failed)

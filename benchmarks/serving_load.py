@@ -1,18 +1,16 @@
-"""Load on the served example: latencies of requests that come by themselves, at stated rates.
+"""Measure latencies of the serving example at fixed rates of requests.
 
     python examples/train_dlrm.py --pooling attention
     python benchmarks/serving_load.py --rates 100 400 --csv serving_load.csv
 
-An open loop: requests are scheduled beforehand, by a Poisson process, and come whether or not those
-before them are done. A latency goes from the scheduled arrival to the scores on the host, so that a
-request that waits for others counts its wait. One thread serves: it takes all that have arrived, up
-to 16, as one batch. The network and a server's own queue are not in it. Other programs on the
-machine are: measure on a quiet one. One request in a hundred is over the p99: of few that were
-counted, it says little.
+The loop is open: requests arrive by a Poisson process, independently of earlier requests. A latency
+is the time from the scheduled arrival to the scores on the host, including the time in the queue.
+One thread serves all requests that have arrived, up to 16, as one batch. The network and the queue
+of a server are not included. Run it on an idle machine, and long enough for a p99.
 
-A request is JSON, whole: it is parsed, checked and scored. Users are drawn by Zipf's law, and have
+A request is JSON, which is parsed, checked and scored. Users are drawn by Zipf's law, and have
 histories of log-normal length, to which each visit adds a few events. Requests of the first seconds
-are scored, too, but not counted.
+are scored, but not counted.
 """
 # ruff: noqa: E402
 
@@ -34,12 +32,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from options import HelpFormatter, number, package_file, writable_file
 
 FORMS = ("as trained", "compiled")
-"""Of fp32 tables, in eager mode; and of int8 tables, compiled."""
+"""fp32 tables in eager mode, and int8 tables compiled."""
 SIZES = {"max_batch": 16, "candidates": 100, "history": 100, "users": 1000, "seed": 0, "warm_up": 3}
-"""Requests scored together, candidates of a request, median events of a user, users to draw from,
-the seed, and seconds that are not counted."""
+"""Maximum batch, candidates per request, median events per user, number of users, seed, and seconds
+that are not counted."""
 SPIN = 2e-4
-"""Seconds before an arrival from which on the loop does not sleep: sleeping overshoots."""
+"""Seconds before an arrival without sleep, since sleep returns late."""
 
 import numpy as np
 import pandas as pd
@@ -71,10 +69,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Traffic:
-    """Requests of users who come back.
+    """Requests of recurring users.
 
     Args:
-        features: of the model: how many ids each feature has, and the longest history.
+        features: cardinalities of the model's features, and the maximum length of a history.
     """
 
     def __init__(self, features: dict[str, Any]) -> None:
@@ -86,13 +84,13 @@ class Traffic:
         self._popularity = popularity / popularity.sum()
 
     def arrivals(self, rate: float, seconds: float) -> np.ndarray:
-        """Seconds of a Poisson process: gaps are exponential."""
+        """Return arrival times in seconds of a Poisson process."""
         gaps = self._random.exponential(1 / rate, int(2 * rate * seconds) + 100)
         times = gaps.cumsum()
         return times[times < seconds]
 
     def requests(self, count: int) -> list[bytes]:
-        """As clients send them, one after the other."""
+        """Return ``count`` requests as JSON."""
         users = self._random.choice(len(self._popularity), count, p=self._popularity)
         return [self._request(int(user)) for user in users]
 
@@ -100,16 +98,16 @@ class Traffic:
         self._num_events[user] += self._random.poisson(2)
         num_events = int(self._num_events[user])
         events = np.arange(max(0, num_events - self._max_history), num_events)
-        items = (user * 7919 + events * 104_729) % self._ids["item"]  # a user's own, always alike
+        items = (user * 7919 + events * 104_729) % self._ids["item"]  # deterministic for each user
         candidates = self._random.integers(self._ids["item"], size=SIZES["candidates"])
         features = {name: user % count for name, count in self._ids.items()}
-        of_user = {"events": num_events, "seconds_since_last": 60, **features}
+        user_features = {"events": num_events, "seconds_since_last": 60, **features}
         rows = [
             [{"item": int(item), "category": int(item) % self._ids["category"]} for item in some]
             for some in (items, candidates)
         ]
         shown = [{**row, "events": 1 + row["item"] % 100} for row in rows[1]]
-        return json.dumps({"user": of_user, "history": rows[0], "candidates": shown}).encode()
+        return json.dumps({"user": user_features, "history": rows[0], "candidates": shown}).encode()
 
 
 def replay(
@@ -118,7 +116,7 @@ def replay(
     requests: Sequence[bytes],
     max_batch: int,
 ) -> np.ndarray:
-    """Seconds from each request's scheduled arrival to its end, served as they arrive."""
+    """Serve requests as they arrive, and return their latencies in seconds."""
     done = np.empty(len(arrivals))
     begin, start = 0, time.perf_counter()
     while begin < len(arrivals):
@@ -138,7 +136,7 @@ def replay(
 def measure(
     server: Server, traffic: Traffic, rate: int, seconds: float
 ) -> dict[str, tuple[float, str]]:
-    """The figures at one rate, each with its unit."""
+    """Return figures at one rate, each with its unit."""
     arrivals = traffic.arrivals(rate, SIZES["warm_up"] + seconds)
     requests = traffic.requests(len(arrivals))
     gc.collect()
@@ -158,13 +156,13 @@ def measure(
         "counted": (float(counted.sum()), "requests"),
         "p50": (p50, "ms"),
         "p99": (p99, "ms"),
-        # From the end of the warm-up on, with those that still waited then.
+        # After the warm-up, including requests that were in the queue.
         "served": ((done > 0).sum() / max(done.max(), seconds), "requests/s"),
     }
 
 
 def describe(args: argparse.Namespace) -> dict[str, object]:
-    """What is measured, on what, with what and when."""
+    """Return settings, hardware, versions and date."""
     measured = stamp("triton", "torchrec")
     if not torch.cuda.is_available():
         measured["gpu"] += f", {os.cpu_count()} cores"
@@ -178,7 +176,7 @@ def describe(args: argparse.Namespace) -> dict[str, object]:
 
 
 def serve_form(form: str, args: argparse.Namespace, device: torch.device) -> tuple[Server, dict]:
-    """The server of a form, and what it knows."""
+    """Return the server of a form, and its features."""
     if form == "as trained":
         scorer, features = load_scorer(args.run, device)
         return Server(scorer, Requests(features, device)), features
@@ -186,7 +184,7 @@ def serve_form(form: str, args: argparse.Namespace, device: torch.device) -> tup
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print, and add to the CSV."""
+    """Measure, print and append to the CSV."""
     args = parse_args(argv)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

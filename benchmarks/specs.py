@@ -1,11 +1,10 @@
-"""What the tables of the documents show, for ``report.py``.
+"""Definitions of the tables of the documents, for ``report.py``.
 
-A column is a line ``head = template``. A template names figures in braces: a provider and, in any
-order, a mode, a metric and a unit (:func:`figures.parsed`), as in ``{ours forward µs} µs``. A ``*``
-stands for what the row says, and ``@`` begins the case where it is not what the row says.
-``{ours forward/both}`` is ``{ours forward} / {ours both}``. The head may have ``{batch}``, the
-samples of a step of its case, and ``{gpu}``, what that was measured on, where other cases were
-measured on something else.
+A column is a line ``head = template``. A template has queries in braces: a provider and, in any
+order, a mode, a metric and a unit (:func:`figures.parse_query`), as in ``{ours forward µs} µs``.
+``*`` is replaced by the value of the row, and ``@`` precedes a case other than the value of the
+row. ``{ours forward/both}`` is ``{ours forward} / {ours both}``. A head may have ``{batch}``, the
+samples per step of its case, and ``{gpu}``, its GPU if cases differ in it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -16,16 +15,15 @@ from suites import TRAINING_CASES
 
 @dataclass(frozen=True)
 class Table:
-    """A table."""
+    """Definition of a table."""
 
-    heads: str  # of the columns that label a row, | between them
-    rows: dict[str, str]  # from a label to the case, or to what stands in place of *
+    heads: str  # heads of the columns that label a row, separated by |
+    rows: dict[str, str]  # value that replaces *, by default the case, by label
     columns: str  # a line for each; see above
-    ours: str = "ours"  # the provider that ratios are to
-    mode: str = "both"  # of figures that name none
-    names: dict[str, str] = field(default_factory=dict)  # of providers, in words
-    # The files that it is made from, without .csv; by default the one of its name.
-    results: tuple[str, ...] = ()
+    ours: str = "ours"  # the provider in the denominator of ratios
+    mode: str = "both"  # the default mode
+    names: dict[str, str] = field(default_factory=dict)  # displayed names of providers
+    results: tuple[str, ...] = ()  # CSV files without .csv; by default the file of its name
 
 
 STEP_PROVIDERS = {
@@ -37,31 +35,34 @@ STEP_PROVIDERS = {
     "linear-varlen": "linear + FlashAttention-2",
     "ours": "ours",
     "ours-graph": "ours, CUDA graph",
+    "encoder-graph": "ours after an encoder layer, CUDA graph",
     "ours-value-projection": "ours, values projected",
     "ours-as-peers": "ours, the function of peers",
-    "ours-rows-travel": "ours, rows travel",
+    "ours-rows-sent": "ours, rows sent",
     "ours-single-ids": "ours, single ids",
     "ours-index-dedup": "ours, single ids, unique ids sent by TorchRec",
     "ours-by-request": "ours, by request, one lookup",
 }
-"""Those of ``end_to_end.py``, in words."""
+"""Displayed names of the providers of ``end_to_end.py``."""
 GRAPH_PROVIDERS = ("sum", "sum-graph", "linear-varlen", "ours", "ours-graph")
-"""Those that are compared with and without a ``TrainPipelineCudaGraph``."""
+"""Providers that are compared with and without a ``TrainPipelineCudaGraph``."""
 MEANS = (50, 200, 1000, 4000)
 POOLINGS = {
     "mean": "mean",
     "recency": "mean weighted by recency",
     "din": "DIN's activation unit, padded",
     "attention": "attention, the default",
+    "encoder": "attention after an encoder layer",
 }
-"""Those of ``quality.py``, in words."""
+"""Displayed names of the poolings of ``quality.py``."""
 LOGS = {
     "ml-1m": "MovieLens-1M",
+    "ml-1m@300": "MovieLens-1M, 300 users",
     "video_games.txt.gz": "Video Games",
     "synthetic": "synthetic",
     "planted": "synthetic",
 }
-"""What quality is measured on, by the names of files and folders."""
+"""Displayed names of data sets, by file or folder."""
 EVENTS = {
     "all": "all",
     "boosted": "all, boosted by relevance",
@@ -69,7 +70,7 @@ EVENTS = {
     "newest": "the newest",
     "random": "random",
 }
-"""What ``event_selection.py`` leaves of the events, in words."""
+"""Displayed names of the selections of ``event_selection.py``."""
 EVENT_LOGS = {
     "synthetic": "synthetic",
     "ml-1m": "MovieLens-1M",
@@ -88,7 +89,7 @@ OPS = (
     *("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax"),
     *("jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out", "jagged2_softmax"),
 )
-OF_STEPS = {label: name for name, label in STEP_PROVIDERS.items()}
+STEP_ROWS = {label: name for name, label in STEP_PROVIDERS.items()}
 HOST = {
     "forward": "forward host_time",
     "forward and backward": "both host_time",
@@ -96,13 +97,13 @@ HOST = {
 }
 
 
-def lines(*of: str) -> str:
-    """Columns that a loop makes."""
-    return "\n".join(of)
+def join_lines(*columns: str) -> str:
+    """Join columns of a table."""
+    return "\n".join(columns)
 
 
 def shapes(*names: str) -> dict[str, str]:
-    """Rows of target attention: what they are, from their cases."""
+    """Return rows of target attention, labeled by the shapes of their cases."""
     labels = {}
     for name in names:
         case = TRAINING_CASES[name]
@@ -114,18 +115,20 @@ def shapes(*names: str) -> dict[str, str]:
 
 
 def ops(size: str) -> dict[str, str]:
-    """Rows of the ops of feature interaction, in one of the sizes."""
+    """Return rows of the ops of feature interaction with one of the sizes."""
     return {f"`{op}`": f"{op}-{size}" for op in OPS}
 
 
-def steps(form: str, of: str = "") -> str:
-    """A column of each mean length, with a provider in each row; its case comes after ``@``."""
+def steps(template: str, suffix: str = "") -> str:
+    """Return a column per mean length; ``@`` in ``template`` is replaced by its case."""
     head = "{:,} events, {{batch}} samples{{gpu}} = "
-    return lines(*(head.format(n) + form.replace("@", f"@mean-{n}{of}") for n in MEANS))
+    return join_lines(
+        *(head.format(n) + template.replace("@", f"@mean-{n}{suffix}") for n in MEANS)
+    )
 
 
-def by_gpus(form: str) -> Table:
-    """Rows of mean lengths, numbers of GPUs and shardings, with a column of each provider."""
+def by_gpus(template: str) -> Table:
+    """Return a table of mean lengths, numbers of GPUs and shardings, with a column per provider."""
     rows = {
         f"{mean:,} | {gpus} | {sharding.replace('_', '-') if gpus > 1 else 'whole'}": case
         for mean in MEANS
@@ -134,7 +137,9 @@ def by_gpus(form: str) -> Table:
         if gpus > 1 or sharding == SHARDINGS[0]
         for case in [step_case(mean, gpus, sharding)]
     }
-    columns = lines(*(f"{words} = {form}".replace("*", x) for x, words in STEP_PROVIDERS.items()))
+    columns = join_lines(
+        *(f"{label} = {template}".replace("*", name) for name, label in STEP_PROVIDERS.items())
+    )
     return Table(
         "events | GPUs | item table", rows, columns, mode="step", results=("end_to_end_gpus",)
     )
@@ -258,11 +263,11 @@ OP_TABLES = {
             "`jagged_flash_attention`": "self_attention-host",
             **ops("host"),
         },
-        lines(
-            *(f"{head}, µs = {{ours {of} µs}}" for head, of in HOST.items()),
+        join_lines(
+            *(f"{head}, µs = {{ours {query} µs}}" for head, query in HOST.items()),
             *(
-                f"speedup over the best peer, {head} = {{best-peer {of} ×}}"
-                for head, of in HOST.items()
+                f"speedup over the best peer, {head} = {{best-peer {query} ×}}"
+                for head, query in HOST.items()
             ),
         ),
     ),
@@ -292,13 +297,13 @@ OP_TABLES = {
 MODEL_TABLES = {
     "end_to_end": Table(
         "pooling",
-        OF_STEPS,
+        STEP_ROWS,
         steps("{* time @} ({* gpu_busy @}), {* peak_memory @}"),
         mode="step",
     ),
     "end_to_end_requests": Table(
         "pooling",
-        OF_STEPS,
+        STEP_ROWS,
         steps("{* time @} ms", "-candidates-32-features-13"),
         mode="step",
         results=("end_to_end",),
@@ -307,10 +312,10 @@ MODEL_TABLES = {
     "end_to_end_graphs": Table(
         "events | GPUs",
         {f"{n:,} | {gpus}": step_case(n, gpus, SHARDINGS[0]) for n in MEANS for gpus in GPUS},
-        lines(
+        join_lines(
             *(
                 f"{STEP_PROVIDERS[x]} = {{{x} time}} ({{{x} gpu_busy}}), {{{x} throughput ×}} ×"
-                for x in GRAPH_PROVIDERS
+                for x in (*GRAPH_PROVIDERS, "encoder-graph")
             )
         ),
         ours="sum",
@@ -323,7 +328,7 @@ MODEL_TABLES = {
             for n, batch in ((200, 4096), (1000, 2048), (4000, 512))
             for gpus in GPUS
         },
-        lines(
+        join_lines(
             "sum pooling, `TrainPipelineSparseDist` = {sum time}",
             "sum pooling, `TrainPipelineCudaGraph` = {sum-graph time}",
             "attention, `TrainPipelineCudaGraph` = {ours-graph time}",
@@ -341,7 +346,7 @@ MODEL_TABLES = {
             "1,000 events, popular ids in one shard": "mean-1000-2-gpus-row_wise-by-popularity",
             "4,000 events": "mean-4000-2-gpus-row_wise",
         },
-        lines(
+        join_lines(
             *(
                 f"{STEP_PROVIDERS[name]} = {{{name} time}}"
                 for name in ("sum", "ours", "ours-single-ids", "ours-index-dedup")
@@ -352,7 +357,7 @@ MODEL_TABLES = {
     "end_to_end_large": Table(
         "GPUs",
         {"1": "mean-1000-batch-8192", "2": "mean-1000-2-gpus-row_wise-batch-8192"},
-        lines(
+        join_lines(
             *(
                 f"{STEP_PROVIDERS[x]} = {{{x} time}} ({{{x} gpu_busy}}), {{{x} throughput}}"
                 for x in ("sum", "linear-varlen", "ours")
@@ -362,8 +367,8 @@ MODEL_TABLES = {
     ),
     "end_to_end_quality": Table(
         "pooling",
-        OF_STEPS,
-        lines(
+        STEP_ROWS,
+        join_lines(
             *(
                 f"{words}: {metric.upper()} = {{* {metric} @{log}-1.0}}"
                 for log, words in LOGS.items()
@@ -375,7 +380,7 @@ MODEL_TABLES = {
     "quality": Table(
         "pooling",
         {label: name for name, label in POOLINGS.items()},
-        lines(
+        join_lines(
             *(
                 f"{words}: {head} = {{* {metric} @{log}}} ± {{* {metric}_se @{log}}}"
                 for log, words in LOGS.items()
@@ -386,8 +391,8 @@ MODEL_TABLES = {
     ),
     "auc": Table(
         "pooling of the history",
-        {label: name for name, label in POOLINGS.items() if name != "din"},
-        lines(
+        {label: name for name, label in POOLINGS.items() if name not in ("din", "encoder")},
+        join_lines(
             *(f"{words} = {{* auc @{log}}} ± {{* auc_se @{log}}}" for log, words in LOGS.items())
         ),
         results=("quality",),
@@ -401,7 +406,7 @@ MODEL_TABLES = {
             for way, words in EVENTS.items()
             if (budget == "1") == (way in ("all", "boosted"))
         },
-        lines(
+        join_lines(
             *(
                 f"{words}: {form}".replace("@", f"@{log}")
                 for log, words in EVENT_LOGS.items()

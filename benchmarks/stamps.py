@@ -1,4 +1,4 @@
-"""What figures are measured with."""
+"""Hardware, versions and date of measurements."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torchrec_jagged_attn
 
 
 def stamp(*packages: str, device: str | None = None) -> dict[str, str]:
-    """Columns of a CSV: the GPU, or the kind of processor, versions, and now.
+    """Return columns of a CSV: the GPU or the kind of processor, versions and the current time.
 
     Args:
-        packages: those whose versions matter beside PyTorch's and ours.
+        packages: further packages whose versions are recorded.
         device: ``"cuda"`` or ``"cpu"``; by default a GPU if there is one.
     """
     if device is None:

@@ -1,4 +1,4 @@
-"""Each file here is a suite: one function, computed by the package and by its peers.
+"""Each file is a suite: one function, computed by the package and by its peers.
 
 A suite file defines ``SUITE``. Files whose names start with ``_`` are shared by suites.
 """
@@ -23,40 +23,40 @@ TRAINING_CASES = {name: case for name, case in CASES.items() if case.large} | {
 
 
 class UnavailableError(Exception):
-    """Raised by a provider that cannot run here; the message says why."""
+    """Raised by a provider that cannot run on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Random inputs of a case."""
 
-    case: Case  # what they were made for
+    case: Case
     leaves: dict[str, Tensor]  # the floating-point inputs; each gets a gradient
     offsets: Tensor  # [B + 1], of the history rows
     query_offsets: Tensor  # [B + 1], of the targets
-    max_length: int  # the longest history, known on the host as padded and varlen attention need it
-    max_targets: int  # the most targets of a sample, likewise
+    max_length: int  # maximum length of a history, on the host
+    max_targets: int  # maximum number of targets of a sample, on the host
 
     @classmethod
     def even(cls, case: Case, leaves: dict[str, Tensor], offsets: Tensor) -> "Inputs":
-        """Of a case whose samples have ``T`` targets each."""
+        """Return inputs with ``T`` targets in each sample."""
         steps = torch.arange(offsets.numel(), dtype=offsets.dtype, device=offsets.device)
         max_length = int(offsets.diff().max())
         return cls(case, leaves, offsets, steps * case.num_targets, max_length, case.num_targets)
 
     def double(self) -> "Inputs":
-        """The same inputs in fp64."""
+        """Return the inputs in fp64."""
         leaves = {k: v.detach().double().requires_grad_() for k, v in self.leaves.items()}
         return replace(self, leaves=leaves)
 
     def num_pairs(self) -> int:
-        """How many pairs of a target and a history row attention looks at: ``N T`` where even."""
+        """Return the number of pairs of a target and a history row: ``N T`` for equal targets."""
         return int((self.offsets.diff() * self.query_offsets.diff()).sum())
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that an implementation must do: bytes to and from memory, and FLOPs."""
+    """Minimum memory traffic in bytes and minimum FLOPs of a function."""
 
     bytes: float
     flops: float
@@ -66,49 +66,46 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Relaid:
-    """A call whose operands and result lie otherwise than the suite's, and are left so."""
+class PreparedCall:
+    """A call to time, whose operands and output may have another layout than the suite's."""
 
-    call: Callable[[], Tensor]  # to time
-    leaves: dict[str, Tensor]  # the operands, under the names that the suite has for them
-    # From a name and an operand, or "out" and its gradient, as the suite has it, to that as this
-    # has it.
-    lay: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-    # From "out" and the output, or a name and its gradient, the other way round.
+    call: Callable[[], Tensor]  # the timed call
+    leaves: dict[str, Tensor]  # operands by the names of the suite
+    # Converts an operand, given its name, or the gradient of "out", from the suite's layout.
+    prepare: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
+    # Converts the output "out", or the gradient of a named operand, to the suite's layout.
     restore: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-    # What its result is right for, if not for all of the suite's: it is timed beside the suite's
-    # function, as a bound of what it takes.
+    # Inputs for which the output is checked, if the call computes another function than the suite.
     inputs: Inputs | None = None
 
     @classmethod
-    def of(
+    def from_inputs(
         cls,
         x: Inputs,
         call: Callable[..., Tensor],
-        lay: Callable[[str, Tensor], Tensor],
+        prepare: Callable[[str, Tensor], Tensor],
         restore: Callable[[str, Tensor], Tensor],
-    ) -> "Relaid":
-        """``call`` of all leaves of ``x``, laid before the clock runs."""
+    ) -> "PreparedCall":
+        """Return a call of all leaves of ``x``, whose layout is converted once, before timing."""
         leaves = {
-            name: lay(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()
+            name: prepare(name, leaf.detach()).requires_grad_() for name, leaf in x.leaves.items()
         }
-        return cls(lambda: call(*leaves.values()), leaves, lay, restore)
+        return cls(lambda: call(*leaves.values()), leaves, prepare, restore)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What ``run.py`` needs to know."""
+    """A benchmarked function: its cases, oracle and providers."""
 
-    name: str  # of the suite
-    measures: str  # what is timed, in one line of up to 49 characters
+    name: str
+    measures: str  # description of up to 49 characters
     cases: dict[str, Case]  # named shapes
-    # Makes the random inputs of a case on a device, always the same.
-    inputs: Callable[[Case, str], Inputs]
-    oracle: Callable[[Inputs], Tensor]  # the function in PyTorch's own words; called on fp64 inputs
-    cost: Callable[[Inputs], dict[str, Cost]]  # the floor of forward and of backward
-    # From a name to a maker. A maker takes the inputs, does what a model does once (weights,
-    # metadata), and returns the call to time, or a Relaid one; or it raises
-    # UnavailableError. Names of our own start with ours, all others are peers.
-    providers: dict[str, Callable[[Inputs], Callable[[], Tensor] | Relaid]]
-    # What is timed. Without a backward, gradients are neither computed nor checked.
+    inputs: Callable[[Case, str], Inputs]  # makes the same random inputs of a case on a device
+    oracle: Callable[[Inputs], Tensor]  # the function in plain PyTorch, called on fp64 inputs
+    cost: Callable[[Inputs], dict[str, Cost]]  # minimum cost of forward and of backward
+    # Factories by name. A factory takes the inputs, does the work that a model does once (weights,
+    # metadata), and returns the call to time, or a PreparedCall; or it raises UnavailableError.
+    # Names that start with "ours" are of this package, all others are peers.
+    providers: dict[str, Callable[[Inputs], Callable[[], Tensor] | PreparedCall]]
+    # Timed modes. Without a backward, gradients are neither computed nor checked.
     modes: tuple[str, ...] = MODES

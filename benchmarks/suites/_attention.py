@@ -1,9 +1,9 @@
-"""Peers of attention from the targets of a sample to its jagged history, behind one interface.
+"""Peers of attention from the targets of a sample to its jagged history, with one interface.
 
-Each maker takes the inputs and returns ``attend(q, k, v)``. ``q`` is ``[ΣT, H, D]`` rows of all
+Each factory takes the inputs and returns ``attend(q, k, v)``. ``q`` is ``[ΣT, H, D]`` rows of all
 targets, ``k`` and ``v`` are ``[N, H, D]`` rows of all histories. The result is ``[ΣT, H, D]``, and
-the scale is ``1/√D``. What a training loop makes once per batch for all layers (int32 offsets, the
-longest length on the host) is made outside the call; what it makes per layer is inside.
+the scale is ``1/√D``. Work that a training loop does once per batch for all layers (int32 offsets,
+the maximum length on the host) is done in the factory and not timed.
 """
 
 import ctypes
@@ -27,10 +27,10 @@ Attend = Callable[..., Tensor]
 
 
 class Padding:
-    """From jagged rows ``[N, …]`` to a padded batch ``[B, L, …]`` and back: views if it is full.
+    """Pads jagged rows ``[N, …]`` to ``[B, L, …]``, and back; views if all lengths are ``L``.
 
     Attributes:
-        real: ``[B, L]``, which padded rows are rows of a sample.
+        real: ``[B, L]`` bool: whether a padded row is a row of a sample.
     """
 
     def __init__(self, offsets: Tensor, length: int) -> None:
@@ -51,9 +51,9 @@ class Padding:
 
 
 def exact(x: Inputs) -> Attend:
-    """The formula on padded tensors, for oracles; ``bias`` ``[N, H]`` is added to the scores.
+    """Attention by its formula on padded tensors, for oracles, with a ``bias`` ``[N, H]``.
 
-    Samples are computed in groups, to limit the memory.
+    Samples are computed in groups to limit memory.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -79,18 +79,18 @@ def exact(x: Inputs) -> Attend:
 def _formula(
     targets: Padding, histories: Padding, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """The attention of a group of samples; that of an empty history is zero."""
+    """Attention of a group of samples; zero for empty histories."""
     k_BHDL = histories.pad(k).permute(0, 2, 3, 1)
     scores = targets.pad(q).transpose(1, 2) @ k_BHDL * q.shape[-1] ** -0.5
     if bias is not None:
         scores = scores + histories.pad(bias).transpose(1, 2).unsqueeze(2)
-    # A finite number: weights of an empty history are those of rows of zeros.
+    # Finite, so that an empty history has weights; its padded rows are zero.
     weights = scores.masked_fill(~histories.real[:, None, None], -1e30).softmax(3)
     return targets.unpad((weights @ histories.pad(v).transpose(1, 2)).transpose(1, 2))
 
 
 def padded_sdpa(x: Inputs) -> Attend:
-    """``F.scaled_dot_product_attention`` on padded tensors; the padding is timed, too."""
+    """``F.scaled_dot_product_attention`` on padded tensors, including the time of padding."""
     targets = Padding(x.query_offsets, x.max_targets)
     histories = Padding(x.offsets, x.max_length)
 
@@ -106,7 +106,7 @@ def padded_sdpa(x: Inputs) -> Attend:
 
 
 def expanded_sdpa(x: Inputs) -> Attend:
-    """A padded history for every target of its sample."""
+    """``F.scaled_dot_product_attention`` with a copy of the padded history for every target."""
     samples = JaggedLayout(x.query_offsets, int(x.query_offsets[-1])).sample_ids()
     histories = Padding(x.offsets, x.max_length)
     mask = histories.real[samples, None, None]
@@ -120,7 +120,7 @@ def expanded_sdpa(x: Inputs) -> Attend:
 
 
 def expanded_flash_attention_3(x: Inputs) -> Attend:
-    """FlashAttention-3 on a copy of the jagged history for every target."""
+    """FlashAttention-3 with a copy of the jagged history for every target."""
     num_targets = int(x.query_offsets[-1])
     samples = JaggedLayout(x.query_offsets, num_targets).sample_ids()
     lengths = x.offsets.diff()[samples]
@@ -133,7 +133,7 @@ def expanded_flash_attention_3(x: Inputs) -> Attend:
 
 
 def _varlen(x: Inputs) -> dict:
-    """Arguments that every FlashAttention takes beside q, k and v: (names differ) in this order."""
+    """Return the arguments of FlashAttention after q, k and v, in the order of all versions."""
     if x.offsets.device.type != "cuda":
         raise UnavailableError("needs CUDA")
     if x.case.dtype not in (torch.bfloat16, torch.float16):
@@ -147,7 +147,7 @@ def _varlen(x: Inputs) -> dict:
 
 
 def torch_varlen(x: Inputs) -> Attend:
-    """``torch.nn.attention.varlen.varlen_attn``: FlashAttention-2."""
+    """FlashAttention-2: ``torch.nn.attention.varlen.varlen_attn``."""
     from torch.nn.attention.varlen import varlen_attn
 
     lengths = _varlen(x).values()
@@ -155,7 +155,7 @@ def torch_varlen(x: Inputs) -> Attend:
 
 
 def flash_attention_3(x: Inputs) -> Attend:
-    """FlashAttention-3, loaded from the library that ``FLASH_ATTENTION_3`` names."""
+    """FlashAttention-3, from the library in the environment variable ``FLASH_ATTENTION_3``."""
     lengths = _varlen(x)
     _load_flash_attention_3()
     return lambda q, k, v: _FlashAttention3.apply(
@@ -168,14 +168,14 @@ def _load_flash_attention_3() -> None:
     path = Path(os.environ.get("FLASH_ATTENTION_3", ""))
     if not path.is_file():
         raise UnavailableError("FLASH_ATTENTION_3 names no library")
-    cuda_runtime = path.parent / "libcudart.so.12"  # the one it was linked to, if it came with one
+    cuda_runtime = path.parent / "libcudart.so.12"  # if the library is shipped with its runtime
     if cuda_runtime.exists():
         ctypes.CDLL(str(cuda_runtime), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(str(path))
 
 
 class _FlashAttention3(torch.autograd.Function):
-    """The gradient that ``torch.ops.flash_attn_3`` does not register."""
+    """FlashAttention-3 with the gradient that ``torch.ops.flash_attn_3`` does not register."""
 
     @staticmethod
     def forward(ctx, q, k, v, kwargs):
@@ -193,9 +193,9 @@ class _FlashAttention3(torch.autograd.Function):
 
 
 def _each_head(x: Inputs, one_head: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Attend:
-    """By a call per head, for ops that have one and take as many targets from every sample.
+    """Return an attention that calls a single-head op per head, for equal numbers of targets.
 
-    ``one_head(q, k, v)`` has ``[B, T, D]``, ``[N, D]`` and ``[N, D]``.
+    ``one_head(q, k, v)`` takes ``[B, T, D]``, ``[N, D]`` and ``[N, D]``.
     """
     num_samples = x.offsets.numel() - 1
     if x.query_offsets[-1] != num_samples * x.max_targets:
@@ -212,7 +212,7 @@ def _each_head(x: Inputs, one_head: Callable[[Tensor, Tensor, Tensor], Tensor]) 
 def fbgemm_sll(x: Inputs) -> Attend:
     """FBGEMM's ``sll_jagged_dense_flash_attention``.
 
-    In its words the history is the query and the targets are dense keys ``[B, D, T]``.
+    The op calls the history the query, and the targets dense keys ``[B, D, T]``.
     """
     if x.case.dtype != torch.float32:
         raise UnavailableError("its backward is fp32 only")

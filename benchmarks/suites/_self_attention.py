@@ -1,8 +1,8 @@
-"""Peers of multi-head self-attention over jagged rows, each as it likes its operands to lie.
+"""Peers of multi-head self-attention over jagged rows, each in its own layout.
 
-A maker takes the inputs, whose leaves ``q``, ``k`` and ``v`` are ``[N, H, D]``, and returns the
-call to time, to ``[N, H, D]``, or a ``Relaid`` one. The scale is ``1/√D``. What a training loop
-makes once per batch for all layers is made outside the call: lengths on the host, masks, padding.
+A factory takes the inputs, whose leaves ``q``, ``k`` and ``v`` are ``[N, H, D]``, and returns the
+call to time, with output ``[N, H, D]``, or a ``PreparedCall``. The scale is ``1/√D``. Work that a
+training loop does once per batch for all layers is not timed: lengths on the host, masks, padding.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from suites import Inputs, Relaid, UnavailableError
+from suites import Inputs, PreparedCall, UnavailableError
 from suites._attention import Attend, Padding, flash_attention_3, torch_varlen
 from torchrec_jagged_attn import ops
 
@@ -28,27 +28,27 @@ def ours(x: Inputs) -> Call:
 
 
 def varlen(make: Callable[[Inputs], Attend], x: Inputs) -> Call:
-    """A FlashAttention that takes jagged rows as they are."""
+    """A FlashAttention on jagged rows."""
     attend = make(x)
     return lambda: attend(*x.leaves.values())
 
 
 def _by_head(
     x: Inputs, call: Callable[[Tensor, Tensor, Tensor], Tensor], **factors: float
-) -> Relaid:
-    """Operands and result lie ``[H, N, D]``.
+) -> PreparedCall:
+    """Return a call with operands and output ``[H, N, D]``.
 
-    ``factors`` are those that ``call`` wants of its operands, or lacks in its result (``out``).
-    Gradients go the other way through the same ones.
+    Operands, and the output ``out``, are multiplied by ``factors`` outside the timed call; their
+    gradients are multiplied, too.
     """
 
-    def lay(name: str, values: Tensor) -> Tensor:
+    def prepare(name: str, values: Tensor) -> Tensor:
         return (values * factors.get(name, 1)).transpose(0, 1).contiguous()
 
     def restore(name: str, values: Tensor) -> Tensor:
         return values.transpose(0, 1) * factors.get(name, 1)
 
-    return Relaid.of(x, call, lay, restore)
+    return PreparedCall.from_inputs(x, call, prepare, restore)
 
 
 def need_cuda(x: Inputs) -> None:
@@ -57,10 +57,10 @@ def need_cuda(x: Inputs) -> None:
         raise UnavailableError("needs CUDA")
 
 
-def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
+def fbgemm_sll_multi_head(x: Inputs) -> PreparedCall:
     """FBGEMM's ``sll_multi_head_jagged_flash_attention``.
 
-    It has no scale, and its result is divided by ``L``: neither is put right in the timed call.
+    The op has no scale and divides its output by ``L``; both are corrected outside the timed call.
     """
     need_cuda(x)
     import fbgemm_gpu.sll  # noqa: F401  (registers the op)
@@ -74,23 +74,23 @@ def fbgemm_sll_multi_head(x: Inputs) -> Relaid:
     )
 
 
-def _padded(x: Inputs, call: Callable[..., Tensor]) -> Relaid:
-    """Operands are padded before, and results stay so: ``[B, H, L, D]``. Other leaves stay."""
+def _padded(x: Inputs, call: Callable[..., Tensor]) -> PreparedCall:
+    """Return a call with padded ``q``, ``k``, ``v`` and output ``[B, H, L, D]``."""
     padding = Padding(x.offsets, x.max_length)
 
-    def lay(name: str, rows: Tensor) -> Tensor:
+    def prepare(name: str, rows: Tensor) -> Tensor:
         return padding.pad(rows).transpose(1, 2).contiguous() if name in ROWS else rows
 
     def restore(name: str, values: Tensor) -> Tensor:
         return padding.unpad(values.transpose(1, 2)) if name in ROWS else values
 
-    return Relaid.of(x, call, lay, restore)
+    return PreparedCall.from_inputs(x, call, prepare, restore)
 
 
-def dense(x: Inputs, bias: Callable[[Tensor], Tensor] | None = None) -> Relaid:
-    """The textbook formula on padded operands: every product and the softmax by itself.
+def dense(x: Inputs, bias: Callable[[Tensor], Tensor] | None = None) -> PreparedCall:
+    """Unfused attention on padded operands.
 
-    ``bias`` makes what is added to the scores, ``[H, L, L]``, from the leaf behind the rows.
+    ``bias`` computes the bias of the scores ``[H, L, L]`` from the last leaf.
     """
     hidden = ~Padding(x.offsets, x.max_length).real[:, None, None]
     low = torch.finfo(x.case.dtype).min
@@ -104,10 +104,10 @@ def dense(x: Inputs, bias: Callable[[Tensor], Tensor] | None = None) -> Relaid:
     return _padded(x, call)
 
 
-def dense_flash(x: Inputs) -> Relaid:
-    """Flash attention on a batch as large as the padded one, and full: nothing is hidden.
+def dense_flash(x: Inputs) -> PreparedCall:
+    """Flash attention on a full batch of the padded size, without a mask.
 
-    No dense flash attention of the samples takes less, since what hides the padding costs time.
+    This is a lower bound of the time of dense flash attention with a mask of the padding.
     """
     size, length = x.case.batch_size, x.max_length
     offsets = torch.arange(size + 1, device=x.offsets.device) * length
@@ -123,8 +123,8 @@ def dense_flash(x: Inputs) -> Relaid:
     return replace(_padded(full, F.scaled_dot_product_attention), inputs=full)
 
 
-def jagged_unfused(x: Inputs) -> Relaid:
-    """The package's ops of the paper's Table 1, one after the other, a head at a time."""
+def jagged_unfused(x: Inputs) -> PreparedCall:
+    """Unfused attention by the package's ops of the paper's Table 1, head by head."""
     offsets = x.offsets
     scale = x.case.width**-0.5
     pairs = x.num_pairs()

@@ -1,7 +1,7 @@
-"""The paper's Figure 2: dense and jagged attention, unfused and flash, over the longest length.
+"""The paper's Figure 2: dense and jagged attention, unfused and flash, by maximum length.
 
-Lengths are spread evenly from one to the longest, so that half of a batch is padding; skewed ones
-are log-normal, as of real users, so that 85 % is.
+Lengths are uniform, so that half of a padded batch is padding; skewed lengths are log-normal, as of
+real users, with 85 % of padding.
 
 Source:
     Jagged Flash Attention (RecSys '24, https://arxiv.org/abs/2409.15373), Figure 2.

@@ -1,8 +1,8 @@
-"""What a call costs the host: every module and op on 64 short samples, too few to fill a GPU.
+"""Host time of a call of every module and op, on 64 short samples, which do not fill a GPU.
 
     python benchmarks/run.py host --host --csv benchmarks/results/host.csv
 
-Each case is a function of another suite.
+Each case is the function of another suite.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 from suites import (
     Cost,
     Inputs,
-    Relaid,
+    PreparedCall,
     Suite,
     UnavailableError,
     self_attention,
@@ -31,7 +31,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def make_rows(case: Case, device: str) -> Inputs:
-    """Histories ``[N, E]`` and the weights of ``nn.MultiheadAttention``."""
+    """Return histories ``[N, E]`` and the weights of ``nn.MultiheadAttention``."""
     x = target_attention.make_inputs(case, device)
     width = case.width
     shapes = {
@@ -46,20 +46,20 @@ def make_rows(case: Case, device: str) -> Inputs:
 
 
 def attend(x: Inputs, attention: Attention) -> Tensor:
-    """Projections of the rows, ``attention(q, k, v)`` of ``[N, H, D]``, and that of its output."""
+    """Project the rows, apply ``attention(q, k, v)`` of ``[N, H, D]``, and project its output."""
     history, in_weight, in_bias, out_weight, out_bias = list(x.leaves.values())[:5]
     heads = (3, x.case.num_heads, x.case.width // x.case.num_heads)
     qkv = F.linear(history, in_weight, in_bias).unflatten(-1, heads)
     return F.linear(attention(*qkv.unbind(1)).flatten(1), out_weight, out_bias)
 
 
-def cost_of_rows(x: Inputs) -> dict[str, Cost]:
-    """Rows read and written once; in backward, read, with a gradient read and another written."""
+def row_cost(x: Inputs) -> dict[str, Cost]:
+    """Rows are read and written once; backward also reads a gradient."""
     moved = x.leaves["history"].nbytes
     return {"forward": Cost(2 * moved, 0), "backward": Cost(3 * moved, 0)}
 
 
-def self_attention_module(x: Inputs) -> Relaid:
+def self_attention_module(x: Inputs) -> PreparedCall:
     """``JaggedSelfAttention``, whose scores have a bias by distance."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -70,11 +70,11 @@ def self_attention_module(x: Inputs) -> Relaid:
     weights = {name: leaf for name, leaf in x.leaves.items() if name != "history"}
     attention.load_state_dict(weights, assign=True)
     history = JaggedTensor(x.leaves["history"], offsets=x.offsets)
-    return Relaid(lambda: attention(history).values(), x.leaves, inputs=x)
+    return PreparedCall(lambda: attention(history).values(), x.leaves, inputs=x)
 
 
 def self_attention_oracle(x: Inputs) -> Tensor:
-    """With the bias by distance if ``x`` has a table of it."""
+    """Self-attention of the rows, with a bias by distance if ``x`` has its table."""
     biases = {}
     if target_attention.POSITION_WEIGHT in x.leaves:
         biases["relative_bias"] = x.leaves[target_attention.POSITION_WEIGHT]
@@ -87,7 +87,7 @@ SELF_ATTENTION_MODULE = Suite(
     cases={},
     inputs=make_rows,
     oracle=self_attention_oracle,
-    cost=cost_of_rows,
+    cost=row_cost,
     providers={
         "ours": self_attention_module,
         "linear+torch-varlen": lambda x: functools.partial(attend, x, torch_varlen(x)),
@@ -108,22 +108,22 @@ PEERS = (
 )
 
 
-def case_of(function: str) -> Case:
-    """64 samples of up to 50 rows, 128 numbers wide in all."""
+def host_case(function: str) -> Case:
+    """Return a case of 64 samples of up to 50 rows, with a total width of 128."""
     heads = 1 if function in table1.OPS else 4
     width = 32 if function == "self_attention" else 128
-    name = f"{function}-host"  # of the form that table1 reads
+    name = f"{function}-host"  # table1 takes the op from the name
     return Case(name, 64, 50, heads, width, lengths="uniform", dtype=torch.bfloat16, large=True)
 
 
-def function_of(case: Case) -> Suite:
-    """The suite that computes what ``case`` is about."""
+def suite_for(case: Case) -> Suite:
+    """Return the suite of the function of ``case``."""
     return FUNCTIONS[case.name.rpartition("-")[0]]
 
 
-def provide(name: str, x: Inputs) -> Callable[[], Tensor] | Relaid:
-    """What the suite of the case calls ``name``; ``ours`` is the first of ours there."""
-    providers = function_of(x.case).providers
+def provide(name: str, x: Inputs) -> Callable[[], Tensor] | PreparedCall:
+    """Return a provider of the suite of the case; ``ours`` is its first provider of ours."""
+    providers = suite_for(x.case).providers
     if name == "ours":
         name = next((known for known in providers if known.startswith("ours")), name)
     if name not in providers:
@@ -133,10 +133,10 @@ def provide(name: str, x: Inputs) -> Callable[[], Tensor] | Relaid:
 
 SUITE = Suite(
     name="host",
-    measures="every module and op where the host is the limit",
-    cases={f"{function}-host": case_of(function) for function in FUNCTIONS},
-    inputs=lambda case, device: function_of(case).inputs(case, device),
-    oracle=lambda x: function_of(x.case).oracle(x),
-    cost=lambda x: function_of(x.case).cost(x),
+    measures="host time of every module and op",
+    cases={f"{function}-host": host_case(function) for function in FUNCTIONS},
+    inputs=lambda case, device: suite_for(case).inputs(case, device),
+    oracle=lambda x: suite_for(x.case).oracle(x),
+    cost=lambda x: suite_for(x.case).cost(x),
     providers={name: functools.partial(provide, name) for name in ("ours", *PEERS)},
 )

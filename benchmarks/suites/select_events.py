@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from suites import Cost, Inputs, Relaid, Suite, UnavailableError
+from suites import Cost, Inputs, PreparedCall, Suite, UnavailableError
 from tests.cases import Case, jagged_lengths, offsets_of
 from torchrec_jagged_attn.events import select_events
 from torchrec_jagged_attn.ops import JaggedLayout
@@ -87,12 +87,12 @@ def oracle(x: Scored) -> Tensor:
 
 
 def ours(x: Scored) -> Callable[[], Tensor]:
-    """``select_events``."""
+    """The op ``select_events``."""
     history, capacity = JaggedTensor(x.leaves["history"], offsets=x.offsets), x.num_kept
     return lambda: select_events(history, x.scores, keep=x.case.keep, capacity=capacity).values()
 
 
-def padded(x: Scored) -> Relaid:
+def padded(x: Scored) -> PreparedCall:
     """PyTorch's top-k of padded scores; rows ``[B, K, D]``."""
     history, length = x.leaves["history"], x.max_length
     layout = JaggedLayout(x.offsets, len(history))
@@ -112,7 +112,7 @@ def padded(x: Scored) -> Relaid:
     return padded_provider(x, call, keep)
 
 
-def padded_newest(x: Scored) -> Relaid:
+def padded_newest(x: Scored) -> PreparedCall:
     """The newest rows by row number; rows ``[B, K, D]``."""
     if x.scores is not None:
         raise UnavailableError("it keeps the newest rows only")
@@ -126,7 +126,7 @@ def padded_newest(x: Scored) -> Relaid:
     return padded_provider(x, call, keep)
 
 
-def padded_provider(x: Scored, call: Callable[[], Tensor], keep: int) -> Relaid:
+def padded_provider(x: Scored, call: Callable[[], Tensor], keep: int) -> PreparedCall:
     """Return a call whose output is ``[B, keep, D]``, each user's rows first."""
     is_kept = torch.arange(keep, device=x.offsets.device) < x.offsets.diff().unsqueeze(1)
 
@@ -140,7 +140,7 @@ def padded_provider(x: Scored, call: Callable[[], Tensor], keep: int) -> Relaid:
     def restore(name: str, tensor: Tensor) -> Tensor:
         return tensor[is_kept] if name == "out" else tensor
 
-    return Relaid(call, x.leaves, pad, restore)
+    return PreparedCall(call, x.leaves, pad, restore)
 
 
 def sorted_together(x: Scored) -> Callable[[], Tensor]:
@@ -154,7 +154,7 @@ def sorted_together(x: Scored) -> Callable[[], Tensor]:
     scores = scores_or_numbers(x)
 
     def call() -> Tensor:
-        bits = scores.view(torch.int32).long()  # of numbers that are not negative
+        bits = scores.view(torch.int32).long()  # ordered like the scores, which are >= 0
         order = ((users << 32) - bits).argsort()
         return history[order[at].sort().values]
 

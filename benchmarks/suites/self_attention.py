@@ -1,4 +1,4 @@
-"""``jagged_flash_attention`` of histories to themselves, without projections."""
+"""Self-attention of histories by ``jagged_flash_attention``, without projections."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ CASES = {
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
-    """``q``, ``k`` and ``v`` ``[N, H, D]``."""
+    """Return ``q``, ``k`` and ``v`` ``[N, H, D]``."""
     drawn = make_flash_inputs(case, device)
     offsets = drawn.pop("q_offsets")
     leaves = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
@@ -37,27 +37,31 @@ def make_inputs(case: Case, device: str) -> Inputs:
     return Inputs(case, leaves, offsets, offsets, max_length, max_length)
 
 
-def by_samples(x: Inputs, attention: Callable[..., Tensor], group: int, *shared: Tensor) -> Tensor:
-    """``attention(q, k, v, offsets, *shared)`` of ``group`` samples at a time, scores forgotten."""
+def by_sample_groups(
+    x: Inputs, attention: Callable[..., Tensor], group: int, *shared: Tensor
+) -> Tensor:
+    """Compute ``attention(q, k, v, offsets, *shared)`` of ``group`` samples at a time.
+
+    Scores are recomputed in backward.
+    """
     num_samples = x.offsets.numel() - 1
     cuts = [*range(0, num_samples, group), num_samples]
     rows = x.offsets[cuts].tolist()
     outs = []
     for begin, end, first, last in zip(cuts, cuts[1:], rows, rows[1:], strict=False):
-        own = x.offsets[begin : end + 1] - first
+        offsets = x.offsets[begin : end + 1] - first
         qkv = (x.leaves[name][first:last] for name in "qkv")
-        outs.append(checkpoint(attention, *qkv, own, *shared, use_reentrant=False))
+        outs.append(checkpoint(attention, *qkv, offsets, *shared, use_reentrant=False))
     return torch.cat(outs)
 
 
 def oracle(x: Inputs) -> Tensor:
     """PyTorch's SDPA on each sample."""
-    return by_samples(x, flash_attention_oracle, group=64)
+    return by_sample_groups(x, flash_attention_oracle, group=64)
 
 
 def cost(x: Inputs, num_pairs: int | None = None) -> dict[str, Cost]:
-    """Each operand and result moved once; two products of pairs, by default of all, forward, five
-    backward."""
+    """Operands and results are moved once. Forward has two products of pairs, backward five."""
     moved = 2 * (x.leaves["q"].nbytes + x.leaves["k"].nbytes)
     pairs = x.num_pairs() if num_pairs is None else num_pairs
     product = 2 * pairs * x.case.num_heads * x.case.width

@@ -1,7 +1,7 @@
 """``jagged_flash_attention`` with a learned bias by the distance of two rows, and its gradient.
 
-It is what ``JaggedSelfAttention`` calls by default. No varlen attention takes such a
-bias: those are timed without, as ``*-unbiased``, and ours, too, to see what it costs.
+``JaggedSelfAttention`` calls it by default. FlashAttention does not support the bias: providers
+``*-unbiased``, among them ours, are timed without it.
 """
 
 import functools
@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from suites import Inputs, Relaid
+from suites import Inputs, PreparedCall
 from suites import self_attention as base
 from suites._self_attention import PEERS, Call, dense, ours
-from suites.target_attention import NUM_BUCKETS, buckets_of
+from suites.target_attention import NUM_BUCKETS, distance_buckets
 from tests.cases import Case
 from torchrec_jagged_attn import jagged_flash_attention
 
@@ -23,16 +23,16 @@ TABLE = "relative_bias"
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
-    """Those of ``self_attention``, and the table of distances ``[64, H]``, fp32 as parameters."""
+    """Return inputs of ``self_attention`` and the fp32 table of biases by distance ``[64, H]``."""
     x = base.make_inputs(case, device)
     table = torch.randn(NUM_BUCKETS, case.num_heads, generator=torch.Generator().manual_seed(3))
     return replace(x, leaves=x.leaves | {TABLE: table.to(device).requires_grad_()})
 
 
-def bias_of(x: Inputs) -> Callable[[Tensor], Tensor]:
-    """From the table to scores of all pairs of a history, ``[H, L, L]`` in the dtype of rows."""
+def make_bias(x: Inputs) -> Callable[[Tensor], Tensor]:
+    """Return a function from the table to the biases of all pairs of rows ``[H, L, L]``."""
     steps = torch.arange(x.max_length, device=x.offsets.device)
-    buckets = buckets_of((steps.unsqueeze(1) - steps).abs())
+    buckets = distance_buckets((steps.unsqueeze(1) - steps).abs())
     dtype = x.leaves["q"].dtype
     return lambda table: F.embedding(buckets, table).permute(2, 0, 1).to(dtype)
 
@@ -49,22 +49,22 @@ def attend_each(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, bias_HLL: Tens
 
 
 def oracle(x: Inputs) -> Tensor:
-    """PyTorch's SDPA on each sample, with the bias if ``x`` has a table of it."""
+    """PyTorch's SDPA on each sample, with the bias if ``x`` has its table."""
     if TABLE not in x.leaves:
         return base.oracle(x)
-    return base.by_samples(x, attend_each, 64, bias_of(x)(x.leaves[TABLE]))
+    return base.by_sample_groups(x, attend_each, 64, make_bias(x)(x.leaves[TABLE]))
 
 
 def ours_biased(x: Inputs) -> Call:
-    """The op, with the table."""
+    """The op with the bias."""
     q, k, v, table = x.leaves.values()
     return lambda: jagged_flash_attention(q, k, v, x.offsets, relative_bias=table)
 
 
-def unbiased(make: Callable[[Inputs], Call], x: Inputs) -> Relaid:
-    """One that takes jagged rows as they are, without the table."""
+def unbiased(make: Callable[[Inputs], Call], x: Inputs) -> PreparedCall:
+    """A provider on jagged rows without the bias."""
     inputs = replace(x, leaves={name: leaf for name, leaf in x.leaves.items() if name != TABLE})
-    return Relaid(make(inputs), inputs.leaves, inputs=inputs)
+    return PreparedCall(make(inputs), inputs.leaves, inputs=inputs)
 
 
 SUITE = replace(
@@ -80,6 +80,6 @@ SUITE = replace(
             f"{name}-unbiased": functools.partial(unbiased, PEERS[name])
             for name in ("flash-attention-3", "torch-varlen")
         },
-        "padded": lambda x: dense(x, bias_of(x)),
+        "padded": lambda x: dense(x, make_bias(x)),
     },
 )

@@ -1,4 +1,4 @@
-"""``jagged_target_attention_over_codes`` beside ``jagged_target_attention`` over the decoded rows.
+"""Compare ``jagged_target_attention_over_codes`` with ``jagged_target_attention`` on decoded rows.
 
 Rows of 25 codes of three levels, five bytes each. ``ours-decoded`` decodes them in each call.
 ``ours-rows`` reads decoded rows from memory, in the dtype of the case, and has a gradient of the
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from suites import Cost, Inputs, Relaid, Suite
+from suites import Cost, Inputs, PreparedCall, Suite
 from suites import target_attention_kernel as base
 from suites._attention import exact
 from tests.cases import Case, jagged_lengths, offsets_of
@@ -92,10 +92,10 @@ def ours(x: Codes) -> Callable[[], Tensor]:
     )
 
 
-def rows(x: Codes) -> Relaid:
+def rows(x: Codes) -> PreparedCall:
     """Rows are decoded before the measurement."""
     inputs = x.over(x.decoded().detach().requires_grad_())
-    return Relaid(base.ours(inputs), inputs.leaves, inputs=inputs)
+    return PreparedCall(base.ours(inputs), inputs.leaves, inputs=inputs)
 
 
 SUITE = Suite(

@@ -1,8 +1,8 @@
-"""Serving: each user has candidates, as many as it has, and one history. Forward only.
+"""Serving: each user has one history and any number of candidates. Forward only.
 
 Ours takes jagged candidates and histories. Peers project each user's history once; ``expanded``
-peers then copy it for every candidate, the others take all candidates of a user as the queries of
-its sequence.
+peers then copy it for every candidate, the others use all candidates of a user as queries of one
+sequence.
 """
 
 import functools
@@ -15,7 +15,7 @@ from suites import target_attention as base
 from suites._attention import UNEVEN_PEERS
 from tests.cases import Case
 
-# Candidates are 1/3 to 3 times as many as those of another user.
+# The numbers of candidates of two users differ by a factor of up to 3.
 CASES = {
     case.name: case
     for candidates in (1, 16, 256, 2048)
@@ -25,7 +25,7 @@ CASES = {
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
-    """The inputs of ``target_attention``, with jagged targets ``[ΣT, E]``."""
+    """Return the inputs of ``target_attention``, with jagged targets ``[ΣT, E]``."""
     x = base.make_inputs(case, device)
     target = x.leaves["target"].detach().flatten(0, 1).requires_grad_()
     parts = 0.5 + torch.rand(case.batch_size, generator=torch.Generator().manual_seed(4))

@@ -1,7 +1,7 @@
 """The feature interactions of the paper's Table 1: native PyTorch with padding, FBGEMM, and ours.
 
-"paper" is the shape that follows from the FLOPs and memory in the paper's table. Samples of x and y
-have the same lengths. ``report.py`` compares the paper's speedups with ours.
+The shape "paper" follows from the FLOPs and memory in the paper's table. Samples of x and y have
+the same lengths.
 
 ``padded`` takes padded operands and returns a padded result, the best case of a model that pads.
 ``jagged-padded-jagged`` pads and unpads in every call.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import torchrec_jagged_attn
-from suites import Cost, Inputs, Relaid, Suite, UnavailableError
+from suites import Cost, Inputs, PreparedCall, Suite, UnavailableError
 from tests.cases import Case, jagged_lengths, offsets_of
 
 SIZES = {  # of each shape: B, L, H, D, T and dtype
@@ -41,7 +41,7 @@ class Jagged:
     """A case's operands, and the lengths and offsets of its batch."""
 
     def __init__(self, x: Inputs) -> None:
-        self.op = op_of(x.case)
+        self.op = get_op(x.case)
         self.leaves = x.leaves
         self.offsets = x.offsets
         self.lengths = x.offsets.diff()
@@ -63,13 +63,13 @@ class Jagged:
         return [*tensors, self.max_length, self.allow_tf32]
 
 
-def name_of(case: Case) -> str:
+def op_name(case: Case) -> str:
     """Return the name of a case's op."""
     return case.name.rpartition("-")[0]
 
 
-def op_of(case: Case) -> Op:
-    return OPS[name_of(case)]
+def get_op(case: Case) -> Op:
+    return OPS[op_name(case)]
 
 
 OPS = {
@@ -122,7 +122,7 @@ OPS = {
     ),
     "jagged2_softmax": Op(
         {"p": "P", "out": "P"},
-        # Only columns are masked: a row with nothing to see would be NaN.
+        # Only columns are masked: a row without unmasked columns would be NaN.
         lambda real, p: p.masked_fill(~real[:, :1], -torch.inf).softmax(2),
         None,
         lambda j: torch.ops.fbgemm.sll_jagged2_softmax(
@@ -141,7 +141,7 @@ CASES = {
 }
 
 
-def sizes_of(case: Case, lengths: Tensor) -> dict[str, int]:
+def axis_sizes(case: Case, lengths: Tensor) -> dict[str, int]:
     """Return the sizes of the axes in layouts."""
     return {
         "N": int(lengths.sum()),
@@ -153,16 +153,16 @@ def sizes_of(case: Case, lengths: Tensor) -> dict[str, int]:
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
-    """The operands, and the offsets of the rows of both."""
+    """Return the operands and the offsets of their rows."""
     generator = torch.Generator().manual_seed(0)
     lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
-    sizes = sizes_of(case, lengths)
+    sizes = axis_sizes(case, lengths)
     on_device = torch.Generator(device).manual_seed(0)
     leaves = {
         name: torch.randn([sizes[letter] for letter in letters], generator=on_device, device=device)
         .to(case.dtype)
         .requires_grad_()
-        for name, letters in op_of(case).layout.items()
+        for name, letters in get_op(case).layout.items()
         if name != "out"
     }
     return Inputs.even(case, leaves, offsets_of(lengths, case.index_dtype, device))
@@ -192,30 +192,30 @@ class Padding:
             return padded
         return padded.flatten(0, real.dim() - 1).index_select(0, self.indices[letters[0]])
 
-    def real_of(self, letters: str) -> Tensor:
+    def real_mask(self, letters: str) -> Tensor:
         """Return a mask of the real elements of a padded result, broadcastable to it."""
         real = self.real.get(letters[0], self.real["N"])
         return real if letters[0] == "P" else real.unsqueeze(2)
 
 
-def padded(x: Inputs) -> Relaid:
+def padded(x: Inputs) -> PreparedCall:
     """Operands are padded before the call, and results remain padded."""
-    op, padding = op_of(x.case), Padding(x)
+    op, padding = get_op(x.case), Padding(x)
     layout = op.layout
-    real = padding.real_of(layout["out"])
-    return Relaid.of(
+    real = padding.real_mask(layout["out"])
+    return PreparedCall.from_inputs(
         x,
         lambda *operands: op.padded(real, *operands),
-        lay=lambda name, values: padding.pad(values, layout[name]),
+        prepare=lambda name, values: padding.pad(values, layout[name]),
         restore=lambda name, values: padding.unpad(values, layout[name]),
     )
 
 
 def through_padding(x: Inputs) -> Callable[[], Tensor]:
     """Operands are padded, and the result is unpadded, in every call."""
-    op, padding = op_of(x.case), Padding(x)
+    op, padding = get_op(x.case), Padding(x)
     layout = op.layout
-    real = padding.real_of(layout["out"])
+    real = padding.real_mask(layout["out"])
 
     def call() -> Tensor:
         operands = [padding.pad(leaf, layout[name]) for name, leaf in x.leaves.items()]
@@ -250,22 +250,22 @@ def fbgemm_sll(x: Inputs) -> Callable[[], Tensor]:
 
 
 def ours(x: Inputs) -> Callable[[], Tensor]:
-    """The op; the number of pairs is given, as in a model that has computed it before."""
+    """The op, with the number of pairs as an argument, so that the host does not wait."""
     jagged = Jagged(x)
-    name = name_of(x.case)
+    name = op_name(x.case)
     size = {"total": jagged.num_pairs} if name == "jagged_jagged_bmm_jagged_out" else {}
     op = getattr(torchrec_jagged_attn.ops, name)
     return lambda: op(*jagged.operands, jagged.offsets, **size)
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
-    """Each operand read once and each result written once; of a softmax, the result is kept."""
-    op, sizes = op_of(x.case), sizes_of(x.case, x.offsets.diff())
+    """Operands are read once and results written once; backward of a softmax reads its output."""
+    op, sizes = get_op(x.case), axis_sizes(x.case, x.offsets.diff())
     out = math.prod(sizes[letter] for letter in op.layout["out"])
     flops = op.flops(*(sizes[letter] for letter in "NPDT"))
     operands = sum(leaf.numel() for leaf in x.leaves.values())
     size = x.case.dtype.itemsize
-    kept = out if "softmax" in name_of(x.case) else operands
+    kept = out if "softmax" in op_name(x.case) else operands
     return {
         "forward": Cost(size * (operands + out), flops),
         "backward": Cost(size * (kept + out + operands), len(x.leaves) * flops),

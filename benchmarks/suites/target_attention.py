@@ -1,8 +1,7 @@
 """The default ``JaggedTargetAttention``, with its projections.
 
-It absorbs the projections and reads the raw history rows or, with many targets, projects every
-history row into a key. Peers always project keys, and have the same projections, but no recency
-bias, which FlashAttention does not support.
+The module absorbs the projections or, with many targets, projects every history row to a key. Peers
+always project keys, and have no recency bias, which FlashAttention does not support.
 """
 
 import functools
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from suites import TRAINING_CASES, Cost, Inputs, Relaid, Suite
+from suites import TRAINING_CASES, Cost, Inputs, PreparedCall, Suite
 from suites._attention import PEERS, Attend, exact
 from tests.cases import Case, make_target_inputs
 from torchrec_jagged_attn.ops import JaggedLayout
@@ -23,7 +22,7 @@ NUM_BUCKETS = 64  # of positions: four per octave
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
-    """Targets ``[B, T, E]``, history ``[N, E]`` and the weights of projections."""
+    """Return targets ``[B, T, E]``, history ``[N, E]`` and the weights of projections."""
     drawn = make_target_inputs(case, device, bias=False)
     width = case.width
     shapes = {
@@ -42,7 +41,7 @@ def make_inputs(case: Case, device: str) -> Inputs:
 def draw_weights(
     case: Case, device: str | torch.device, shapes: dict[str, tuple[int, ...]], seed: int = 1
 ) -> dict[str, nn.Parameter]:
-    """Random parameters by name."""
+    """Return random parameters by name."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {
         name: torch.randn(shape, generator=generator) / case.width**0.5
@@ -52,20 +51,20 @@ def draw_weights(
 
 
 def with_recency(x: Inputs) -> Inputs:
-    """``x`` and the table of positions ``[64, H]``."""
+    """Return ``x`` with the table of biases by position ``[64, H]``."""
     shapes = {POSITION_WEIGHT: (NUM_BUCKETS, x.case.num_heads)}
     table = draw_weights(x.case, x.offsets.device, shapes, seed=3)
     return replace(x, leaves=x.leaves | table)
 
 
-def buckets_of(distances: Tensor) -> Tensor:
-    """``floor(4 · log2(1 + distance))`` of whole numbers."""
-    edges = 2 ** (torch.arange(NUM_BUCKETS, dtype=torch.float64) / 4)  # whole numbers are exact
+def distance_buckets(distances: Tensor) -> Tensor:
+    """Return ``floor(4 · log2(1 + distance))`` of integers."""
+    edges = 2 ** (torch.arange(NUM_BUCKETS, dtype=torch.float64) / 4)  # integers are exact
     return torch.bucketize(1 + distances.double(), edges.to(distances.device), right=True) - 1
 
 
 def over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
-    """A provider from the maker of a peer: keys of all rows, whose values are the rows."""
+    """Return a call of a peer on projected keys, with the history rows as values."""
     attend = make(x)
     target, history, w_q, w_k, b_q = list(x.leaves.values())[:5]
     heads = (x.case.num_heads, -1)
@@ -79,22 +78,23 @@ def over_keys(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tenso
 
 
 def oracle(x: Inputs) -> Tensor:
-    """With the recency bias if ``x`` has a table of it."""
+    """Attention by its formula, with the recency bias if ``x`` has its table."""
 
     def make(x: Inputs) -> Attend:
         if POSITION_WEIGHT not in x.leaves:
             return exact(x)
         layout = JaggedLayout(x.offsets, x.leaves["history"].shape[0])
-        bias = F.embedding(buckets_of(layout.positions_from_end()), x.leaves[POSITION_WEIGHT])
+        bias = F.embedding(distance_buckets(layout.positions_from_end()), x.leaves[POSITION_WEIGHT])
         return functools.partial(exact(x), bias=bias)
 
     return over_keys(make, x)()
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
-    """Read history once, and in backward again, and write its gradient; the cheaper arithmetic.
+    """Forward reads the history; backward reads it and writes its gradient.
 
-    Of implementations that keep no weight of a pair for backward: that has five products of pairs.
+    FLOPs are the minimum of absorbed and materialized projections. Backward recomputes attention
+    weights, and has five products of pairs.
     """
     num_rows, width = x.leaves["history"].shape
     num_targets = x.leaves["target"].numel() // width
@@ -114,7 +114,7 @@ def cost(x: Inputs) -> dict[str, Cost]:
     }
 
 
-def ours(x: Inputs) -> Relaid:
+def ours(x: Inputs) -> PreparedCall:
     """The module."""
     from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -128,7 +128,7 @@ def ours(x: Inputs) -> Relaid:
     if target.dim() == 2:
         target = JaggedTensor(target, offsets=x.query_offsets)
     history = JaggedTensor(x.leaves["history"], offsets=x.offsets)
-    return Relaid(lambda: module(target, history), x.leaves, inputs=x)
+    return PreparedCall(lambda: module(target, history), x.leaves, inputs=x)
 
 
 SUITE = Suite(

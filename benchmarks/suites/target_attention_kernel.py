@@ -1,7 +1,7 @@
-"""``jagged_target_attention`` alone, without projections: queries over raw history rows.
+"""``jagged_target_attention`` without projections: queries attend to raw history rows.
 
-Peers compute the same function with the history as the one key and value head, and all targets and
-heads of a sample as its query rows.
+Peers compute the same function with the history as a single head of keys and values, and all
+targets and heads of a sample as its query rows.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torchrec_jagged_attn import jagged_target_attention
 
 
 def make_inputs(case: Case, device: str) -> Inputs:
-    """Query ``[B, T, H, D]`` and history ``[N, D]``."""
+    """Return query ``[B, T, H, D]`` and history ``[N, D]``."""
     drawn = make_target_inputs(case, device, bias=False)
     offsets = drawn.pop("offsets")
     leaves = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
@@ -25,9 +25,9 @@ def make_inputs(case: Case, device: str) -> Inputs:
 
 
 def cost(x: Inputs) -> dict[str, Cost]:
-    """Read history once, and in backward again, and write its gradient.
+    """Forward reads the history; backward reads it and writes its gradient.
 
-    Of implementations that keep no weight of a pair for backward: that has five products of pairs.
+    Backward recomputes attention weights, and has five products of pairs.
     """
     num_rows, width = x.leaves["history"].shape
     num_queries = x.leaves["query"].numel() // width
@@ -46,7 +46,7 @@ def ours(x: Inputs) -> Callable[[], Tensor]:
 
 
 def over_rows(make: Callable[[Inputs], Attend], x: Inputs) -> Callable[[], Tensor]:
-    """A provider from the maker of a peer."""
+    """Return a call of a peer on raw history rows."""
     query, num_heads = x.leaves["query"], x.case.num_heads
     rows, max_rows = x.query_offsets * num_heads, x.max_targets * num_heads
     attend = make(replace(x, query_offsets=rows, max_targets=max_rows))

@@ -1,4 +1,4 @@
-"""The benchmark of whole steps: what it writes, and that it times nothing that is wrong."""
+"""The benchmark of training steps writes complete figures, and times no wrong provider."""
 
 import dataclasses
 import functools
@@ -33,15 +33,15 @@ from tests.processes import start_method, variables_of_ranks
 from tests.runs import assert_same_run
 
 ON_GPU = torch.cuda.is_available()
-CANNOT = set() if ON_GPU else {"linear-varlen", "ours-index-dedup"}
+UNAVAILABLE = set() if ON_GPU else {"linear-varlen", "ours-index-dedup"}
 NO_GPU = pytest.mark.skipif(ON_GPU, reason="there is a GPU")
-OF_SAMPLES = [name for name, provider in PROVIDERS.items() if not provider.by_request]
+SAMPLE_PROVIDERS = [name for name, provider in PROVIDERS.items() if not provider.by_request]
 
 
 @pytest.fixture(autouse=True)
 def short_rounds(monkeypatch):
-    """Of which the benchmark looks through all that this process holds, imports included."""
-    monkeypatch.setattr(end_to_end, "STEPS_OF_ROUND", end_to_end.NUM_BATCHES)
+    """Shorten rounds, and exclude imported objects from garbage collection."""
+    monkeypatch.setattr(end_to_end, "STEPS_PER_ROUND", end_to_end.NUM_BATCHES)
     yield
     gc.freeze()
 
@@ -51,33 +51,33 @@ def run(csv: Path, *options: str, status: int = 0) -> pd.DataFrame:
     return pd.read_csv(csv)
 
 
-def assert_figures_of(frame: pd.DataFrame, provider: str) -> None:
-    """A step takes time; on a GPU other parts may take none."""
+def assert_has_figures(frame: pd.DataFrame, provider: str) -> None:
+    """Times of steps are positive; other figures may be zero on a GPU."""
     medians = frame.loc[[provider]].set_index("metric")["median"]
     assert (medians[["time", "throughput"]] > 0).all()
     assert (medians >= 0).all()
 
 
 def test_each_provider_is_timed_or_refused(tmp_path, capsys):
-    frame = run(tmp_path / "steps.csv", "--providers", *OF_SAMPLES)
+    frame = run(tmp_path / "steps.csv", "--providers", *SAMPLE_PROVIDERS)
     refused = frame[frame["metric"] == "refused"].set_index("provider")
-    assert {*refused.index} == CANNOT
+    assert {*refused.index} == UNAVAILABLE
     assert refused["note"].notna().all()
     steps = frame[frame["metric"] == "time"].set_index("provider")
-    assert {*steps.index} == {*OF_SAMPLES} - CANNOT
+    assert {*steps.index} == {*SAMPLE_PROVIDERS} - UNAVAILABLE
     assert (steps["p20"] > 0).all()
     assert (steps["p20"] <= steps["median"]).all()
     assert (steps["median"] <= steps["p80"]).all()
-    # As of all files from which the docs are made.
+    # Required of all files of the documents.
     assert (frame["median"] >= 0).all()
     assert frame[["gpu", "date"]].notna().all(axis=None)
     printed = capsys.readouterr().out
     assert "× sum" in printed
-    assert all(f"\n{name}: " in printed for name in CANNOT)
+    assert all(f"\n{name}: " in printed for name in UNAVAILABLE)
 
 
 def test_models_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
-    """And each is made once for all mean lengths."""
+    """Each model is created once for all mean lengths."""
     made, timed = [], []
     init, time_round = Training.__init__, Training.time_round
 
@@ -87,7 +87,7 @@ def test_models_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
 
     def time(training):
         time_round(training)
-        ids = [batch.sparse_features.values() for batch in training.made]
+        ids = [batch.sparse_features.values() for batch in training.host_batches]
         timed.append((training.sizes.mean, training.name, ids))
 
     monkeypatch.setattr(Training, "__init__", make)
@@ -100,7 +100,7 @@ def test_models_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
     turns = [(mean, name) for mean in (5, 9) for _ in range(2) for name in made]
     assert [(mean, name) for mean, name, _ in timed] == turns
     for mean in (5, 9):
-        first, *others = [ids for of, _, ids in timed if of == mean]
+        first, *others = [ids for timed_mean, _, ids in timed if timed_mean == mean]
         for ids in others:
             assert all(map(torch.equal, ids, first))
     frame = pd.read_csv(tmp_path / "steps.csv")
@@ -109,7 +109,7 @@ def test_models_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
 
 
 def test_timed_steps_are_replayed(tmp_path, monkeypatch):
-    """For each mean length, by a new pipeline of the same model; eager ones are an error."""
+    """Each mean length has a new pipeline of the same model; eager steps are an error."""
     csv, longer = tmp_path / "steps.csv", dataclasses.replace(QUICK, mean=9, batch=8)
     names = ["sum-graph", "ours-graph"]
     with process_group() as device:
@@ -117,7 +117,7 @@ def test_timed_steps_are_replayed(tmp_path, monkeypatch):
         measurement.run(dict.fromkeys((QUICK, longer), names), rounds=2)
         training = Training("ours-graph", QUICK, device)
         pipeline = training.pipeline
-        training.use(longer)
+        training.set_sizes(longer)
         assert training.pipeline is not pipeline
         assert training.pipeline.num_captures == 1
         training.time_round()
@@ -134,7 +134,7 @@ def test_timed_steps_are_replayed(tmp_path, monkeypatch):
     ]
 
 
-def test_what_stands_is_not_measured_again_unless_on_another_gpu(tmp_path, monkeypatch):
+def test_recorded_figures_are_measured_again_only_on_another_gpu(tmp_path, monkeypatch):
     csv, asked = tmp_path / "new/steps.csv", []
 
     def counted(measurement, missing, rounds):
@@ -170,7 +170,7 @@ def test_a_wrong_attention_is_not_timed(tmp_path, monkeypatch):
 def train_losses(
     names: list[str], candidates: int = 1, **environment: str
 ) -> dict[str, list[float]]:
-    """Of the first steps of each provider, from the same weights."""
+    """Losses of the first steps of each provider, with the same initial weights."""
     os.environ.update(environment)
     sizes, losses = dataclasses.replace(QUICK, histories=2, candidates=candidates), {}
     with process_group() as device:
@@ -183,7 +183,7 @@ def train_losses(
 
 
 def on_ranks(ranks: int, function, *args) -> list:
-    """What it returns on each of so many ranks, whose variables it takes."""
+    """Call ``function`` on each rank with its environment variables, and return all results."""
     if ON_GPU and ranks > torch.cuda.device_count():
         pytest.skip(f"needs {ranks} GPUs")
     with mp.get_context(start_method()).Pool(ranks, maxtasksperchild=1) as pool:
@@ -207,11 +207,11 @@ def assert_other_losses(*losses: list[float], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_are_the_same_where_the_function_is(ranks: int):
+def test_providers_of_the_same_function_have_the_same_losses(ranks: int):
     same = ["ours-as-peers", "padded", "fbgemm-sll", "linear-varlen"]
-    default = ["ours", "ours-rows-travel"]
+    default = ["ours", "ours-rows-sent"]
     others = ["sum", "ours-value-projection", "padded-din"]
-    names = [name for name in (*same, *default, *others) if name not in CANNOT]
+    names = [name for name in (*same, *default, *others) if name not in UNAVAILABLE]
     if ranks > 1:
         names = ["ours-as-peers", "padded", *default, "sum"]
     all_losses = train_losses(names) if ranks == 1 else on_ranks(ranks, train_losses, names)[0]
@@ -223,34 +223,34 @@ def test_losses_are_the_same_where_the_function_is(ranks: int):
             compare(all_losses[name], losses, name=name)
 
 
-def test_losses_are_the_same_whatever_the_form_of_batches():
-    of_requests, of_samples = "ours-by-request", "ours-single-ids"
-    losses = train_losses([of_requests, of_samples], candidates=4)
-    assert_other_losses(losses[of_samples], train_losses([of_samples])[of_samples])
-    assert_same_losses(losses[of_requests], losses[of_samples])
+def test_batches_of_requests_and_samples_have_the_same_losses():
+    by_request, by_sample = "ours-by-request", "ours-single-ids"
+    losses = train_losses([by_request, by_sample], candidates=4)
+    assert_other_losses(losses[by_sample], train_losses([by_sample])[by_sample])
+    assert_same_losses(losses[by_request], losses[by_sample])
 
 
-def bytes_of_ranks(**environment: str) -> tuple[dict[str, tuple], dict[str, list[float]]]:
-    """Of known collectives, in total and in floating point, from this rank of two; and of a step of
-    providers in the mean of ranks, beside the rows of a sample of this one.
+def count_sent_bytes(**environment: str) -> tuple[dict[str, tuple], dict[str, list[float]]]:
+    """Return the bytes of known collectives, in total and in floating point, of this rank; and the
+    mean bytes of a step of each provider, with the rows per sample of this rank.
     """
     os.environ.update(environment)
-    of_collectives, of_steps = {}, {}
+    collective_bytes, step_bytes = {}, {}
     with process_group() as device:
-        of_each = [2, 4][dist.get_rank()]
+        num_received = [2, 4][dist.get_rank()]
         floats = torch.ones(6, device=device)
         ids = torch.arange(6, device=device)
         model = DistributedDataParallel(torch.nn.Linear(4, 3, device=device))
 
         def exchange() -> None:
-            """Of six numbers each rank sends two to the first, and four to the second."""
-            out = floats.new_empty(2 * of_each)
-            dist.all_to_all_single(out, floats, [of_each] * 2, [2, 4])
+            """Each rank sends two of six numbers to the first rank, and four to the second."""
+            out = floats.new_empty(2 * num_received)
+            dist.all_to_all_single(out, floats, [num_received] * 2, [2, 4])
 
         def exchange_and_back() -> None:
             x = floats.clone().requires_grad_()
             functional.all_to_all_single_autograd(
-                x, [of_each] * 2, [2, 4], dist.group.WORLD
+                x, [num_received] * 2, [2, 4], dist.group.WORLD
             ).sum().backward()
 
         for name, do in {
@@ -264,20 +264,20 @@ def bytes_of_ranks(**environment: str) -> tuple[dict[str, tuple], dict[str, list
         }.items():
             with SentBytes() as sent:
                 do()
-            of_collectives[name] = (sent.total, sent.floats)
-        for name in ("ours", "ours-rows-travel", "sum"):
+            collective_bytes[name] = (sent.total, sent.floats)
+        for name in ("ours", "ours-rows-sent", "sum"):
             training = Training(name, QUICK, device, sharding="table_wise")
-            of_steps[name] = [*training.sent_bytes(), training.rows_per_sample]
-    return of_collectives, of_steps
+            step_bytes[name] = [*training.sent_bytes(), training.rows_per_sample]
+    return collective_bytes, step_bytes
 
 
-def test_bytes_are_counted_and_rows_that_stay_send_none():
-    every = on_ranks(2, bytes_of_ranks)
-    rows = QUICK.batch * sum(of_steps["sum"][-1] for _, of_steps in every) / 2
+def test_bytes_are_counted_and_owner_side_attention_sends_no_rows():
+    every = on_ranks(2, count_sent_bytes)
+    rows = QUICK.batch * sum(step_bytes["sum"][-1] for _, step_bytes in every) / 2
     size = 2 if ON_GPU else 4
-    for rank, (of_collectives, of_steps) in enumerate(every):
+    for rank, (collective_bytes, step_bytes) in enumerate(every):
         to_other, back = [4, 2][rank] * 4, [2, 4][rank] * 4
-        assert of_collectives == {
+        assert collective_bytes == {
             "even": (3 * 8, 0),
             "by splits": (to_other, to_other),
             "functional, both ways": (to_other + back, to_other + back),
@@ -286,26 +286,32 @@ def test_bytes_are_counted_and_rows_that_stay_send_none():
             "reduced gradients": (15 * 4, 15 * 4),
             "barrier": (0, 0),
         }
-        # Half of the rows are of the rank without the table.
-        total, by_length, of_rows, _ = of_steps["ours-rows-travel"]
-        assert of_rows == pytest.approx(rows / 2 * 2 * QUICK.width * size, rel=0.2)
-        assert by_length - of_rows == pytest.approx(rows / 2 * 8, rel=0.2)
+        # Half of the rows are needed by the rank without the table.
+        total, by_length, row_bytes, _ = step_bytes["ours-rows-sent"]
+        assert row_bytes == pytest.approx(rows / 2 * 2 * QUICK.width * size, rel=0.2)
+        assert by_length - row_bytes == pytest.approx(rows / 2 * 8, rel=0.2)
         assert by_length < total
-        assert of_steps["ours"][2] == of_steps["sum"][2] == 0
-        assert 0 < of_steps["sum"][1] <= of_steps["ours"][1] < 3 * of_steps["sum"][1]
+        assert step_bytes["ours"][2] == step_bytes["sum"][2] == 0
+        assert 0 < step_bytes["sum"][1] <= step_bytes["ours"][1] < 3 * step_bytes["sum"][1]
 
 
 def test_rows_of_several_gpus_are_complete(tmp_path):
     csv = tmp_path / "steps.csv"
-    options = ("--providers", "ours", "--csv", str(csv))  # TorchRec shards no sums so on a CPU
+    options = (
+        "--providers",
+        "ours",
+        "--csv",
+        str(csv),
+    )  # on a CPU, TorchRec cannot shard sum pooling by row
     assert on_ranks(2, main_on_rank, [*options, "--quick", "--rounds", "2"]) == [0, 0]
     frame = pd.read_csv(csv)
     assert {*frame["case"]} == {"mean-5-2-gpus-row_wise"}
     assert {*frame["gpus"]} == {2}
     metrics = {"time", "throughput", "sent", "sent_by_length", "sent_rows"}
     assert metrics <= {*frame["metric"]}
-    of = frame.set_index("metric", verify_integrity=True)["median"]
-    assert of["throughput"] == pytest.approx(2 * QUICK.batch * 1e3 / of["time"], rel=1e-3)
+    medians = frame.set_index("metric", verify_integrity=True)["median"]
+    expected = 2 * QUICK.batch * 1e3 / medians["time"]
+    assert medians["throughput"] == pytest.approx(expected, rel=1e-3)
 
 
 def main_on_rank(options: list[str], **environment: str) -> int:
@@ -316,7 +322,7 @@ def main_on_rank(options: list[str], **environment: str) -> int:
 def test_the_newest_events_are_left():
     (batch,) = make_batches(QUICK, 1, torch.device("cpu"))
     short = newest_events(batch, QUICK)
-    for key in (*QUICK.keys_of_requests, *QUICK.keys_of_candidates):
+    for key in (*QUICK.request_keys, *QUICK.candidate_keys):
         before, after = (x.sparse_features[key].to_dense() for x in (batch, short))
         assert [x.tolist() for x in after] == [x[-1:].tolist() for x in before]
 
@@ -344,7 +350,7 @@ def few_events(monkeypatch):
     return events
 
 
-def test_curves_are_the_same_where_the_function_is(few_events):
+def test_providers_of_the_same_function_have_the_same_curves(few_events):
     curves = {}
     with process_group() as device:
         for name in ("padded", "ours", "sum"):
@@ -360,7 +366,7 @@ def test_curves_are_the_same_where_the_function_is(few_events):
     assert 0.9 < ne[0] < 1.1
 
 
-def test_curves_that_stand_are_not_trained_again(few_events, tmp_path, capsys):
+def test_recorded_curves_are_not_trained_again(few_events, tmp_path, capsys):
     csv = tmp_path / "quality.csv"
     frames = []
     for providers in (["padded"], ["padded", "ours"]):
@@ -389,7 +395,7 @@ def test_bad_options_are_refused(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_histories_are_as_long_as_asked_for():
+def test_histories_have_the_requested_lengths():
     sizes = Sizes(mean=200, batch=4096)
     lengths = make_lengths(sizes, torch.Generator().manual_seed(0))
     assert lengths.min() >= 1
@@ -400,10 +406,10 @@ def test_histories_are_as_long_as_asked_for():
 @pytest.mark.gpu
 def test_a_gpu_s_figures(tmp_path):
     frame = run(tmp_path / "steps.csv", "--providers", "ours", "ours-graph", "padded")
-    of = frame.pivot(index="provider", columns="metric", values="median")
+    medians = frame.pivot(index="provider", columns="metric", values="median")
     for name in ("peak_memory", "peak_reserved", "gpu_busy", "gpu_busy_share"):
-        assert (of[name] > 0).all(), name
-    assert (of["gpu_busy"] <= of["time"] * 1.2).all()
-    kernels = of[[f"kernel_{i}" for i in range(1, 11)]].to_numpy()
+        assert (medians[name] > 0).all(), name
+    assert (medians["gpu_busy"] <= medians["time"] * 1.2).all()
+    kernels = medians[[f"kernel_{i}" for i in range(1, 11)]].to_numpy()
     assert (kernels[:, :-1] >= kernels[:, 1:]).all()
     assert frame.loc[frame["metric"].str.startswith("kernel_"), "note"].notna().all()

@@ -1,4 +1,4 @@
-"""The comparison of selections: its data, its examples, and what it finds on planted noise."""
+"""The comparison of selections: its data, its examples, and its results on planted noise."""
 
 import gzip
 

@@ -1,4 +1,4 @@
-"""The figures under ``benchmarks/results``, and what is computed from them."""
+"""The figures under ``benchmarks/results``, and figures computed from them."""
 
 import csv
 from decimal import Decimal
@@ -11,9 +11,9 @@ pytest.importorskip("torchrec")
 
 import pandas as pd
 import quality_results
-from figures import RESULTS, Cell, Figures, files_of, parsed, rows_of, shown
+from figures import RESULTS, FigureQuery, Figures, parse_query, read_rows, result_files, shown
 
-from tests.benchmarks import made_up_results
+from tests.benchmarks import synthetic_results
 
 FILES = sorted(RESULTS.glob("*.csv"))
 COLUMNS = {"suite", "case", "provider", "mode", "metric", "median", "unit", "gpu", "torch", "date"}
@@ -22,7 +22,7 @@ COLUMNS = {"suite", "case", "provider", "mode", "metric", "median", "unit", "gpu
 def write(
     path: Path, *rows: tuple[str, str, str, str, str], case: str = "c", mode: str = "both"
 ) -> None:
-    """A CSV of provider, metric, median, unit and note, of one case and mode."""
+    """Write a CSV of provider, metric, median, unit and note, with one case and mode."""
     names = ("provider", "metric", "median", "unit", "note")
     fixed = {"case": case, "mode": mode, "gpu": "a GPU", "torch": "2", "date": "2026-11-22T01:02"}
     with path.open("w", newline="") as file:
@@ -40,21 +40,21 @@ def figures(tmp_path: Path, *rows: tuple[str, ...]) -> Figures:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """A folder with a small file of each benchmark of whole models."""
-    made_up_results.write_all(tmp_path)
+    synthetic_results.write_all(tmp_path)
     return tmp_path
 
 
 def test_a_figure_is_named_in_words():
-    assert parsed("ours", "c") == Cell("c", "ours", "both", "graph_time", "ms")
-    assert parsed("a + b-* auc × @x-*", "8", "test") == Cell(
+    assert parse_query("ours", "c") == FigureQuery("c", "ours", "both", "graph_time", "ms")
+    assert parse_query("a + b-* auc × @x-*", "8", "test") == FigureQuery(
         "x-8", "a + b-8", "test", "auc", "× ours"
     )
-    assert parsed("p forward memory saved named", "c").named
+    assert parse_query("p forward memory saved named", "c").named
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_figure_says_where_it_is_from(path):
-    rows = rows_of(path)
+def test_every_figure_has_its_origin(path):
+    rows = read_rows(path)
     assert {*rows[0]} >= COLUMNS
     for row in rows:
         assert float(row["median"]) >= 0 or row["metric"] == "ahead"
@@ -79,7 +79,7 @@ def test_a_figure_keeps_its_digits_and_a_run_has_three():
 
 
 def test_ratios_are_computed_from_a_run(tmp_path):
-    of_run = figures(
+    run_figures = figures(
         tmp_path,
         ("floor", "time", "0.5", "ms"),
         ("ours", "graph_time", "2", "ms"),
@@ -93,37 +93,37 @@ def test_ratios_are_computed_from_a_run(tmp_path):
         ("fbgemm-cuda", "time", "20", "ms"),
     )
 
-    def of(words: str) -> Decimal | None:
-        return of_run.find(parsed(words, "c"))
+    def find(words: str) -> Decimal | None:
+        return run_figures.find(parse_query(words, "c"))
 
-    assert of("ours") == 2
-    assert of("ours µs") == 2000
-    assert of("ours floor") == Decimal("0.25")
-    assert of("padded ×") == 5
-    assert of("best-peer ×") == 4
-    assert of_run.best(parsed("best-peer ×", "c")) == "dense-flash"
-    assert of("fbgemm ×") == 5  # eager, as no graph captures it
-    assert of_run.note(parsed("fbgemm ×", "c")).startswith("eager")
-    assert of_run.note(parsed("padded ×", "c")) == ""
-    assert of("dense-flash memory ×") == Decimal("2.5")
-    assert of("dense-flash memory saved") == Decimal("0.6")
-    assert of("nobody ×") is None
+    assert find("ours") == 2
+    assert find("ours µs") == 2000
+    assert find("ours floor") == Decimal("0.25")
+    assert find("padded ×") == 5
+    assert find("best-peer ×") == 4
+    assert run_figures.best(parse_query("best-peer ×", "c")) == "dense-flash"
+    assert find("fbgemm ×") == 5  # eager, as no graph captures it
+    assert run_figures.note(parse_query("fbgemm ×", "c")).startswith("eager")
+    assert run_figures.note(parse_query("padded ×", "c")) == ""
+    assert find("dense-flash memory ×") == Decimal("2.5")
+    assert find("dense-flash memory saved") == Decimal("0.6")
+    assert find("nobody ×") is None
 
 
-def test_a_recorded_ratio_is_shown_as_it_is(tmp_path):
-    of_run = figures(
+def test_recorded_ratios_are_unchanged(tmp_path):
+    run_figures = figures(
         tmp_path, ("ours", "graph_time", "2", "ms"), ("p", "graph_time", "3", "× ours")
     )
-    assert of_run.find(parsed("p ×", "c")) == 3
+    assert run_figures.find(parse_query("p ×", "c")) == 3
 
 
-def test_a_figure_that_is_there_twice_is_refused(tmp_path):
+def test_duplicated_figures_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"run\.csv must have each figure once.*'ours'"):
         figures(tmp_path, *[("ours", "time", "2", "ms")] * 2)
 
 
-def test_times_of_a_case_are_of_one_kind_of_gpu_and_scores_need_not_be(tmp_path):
-    def of_two_gpus(metric: str, unit: str) -> Figures:
+def test_times_of_a_case_are_from_one_kind_of_gpu_unlike_scores(tmp_path):
+    def two_gpu_figures(metric: str, unit: str) -> Figures:
         path = tmp_path / "run.csv"
         write(path, *((name, metric, "0.8", unit, "") for name in ("mean", "sum")))
         rows = pd.read_csv(path)
@@ -132,9 +132,9 @@ def test_times_of_a_case_are_of_one_kind_of_gpu_and_scores_need_not_be(tmp_path)
         return Figures([path])
 
     with pytest.raises(ValueError, match="of c from one kind of GPU, got a GPU and another"):
-        of_two_gpus("time", "ms")
-    scores = of_two_gpus("auc", "AUC")
-    assert scores.find(parsed("sum auc", "c")) == Decimal("0.8")
+        two_gpu_figures("time", "ms")
+    scores = two_gpu_figures("auc", "AUC")
+    assert scores.find(parse_query("sum auc", "c")) == Decimal("0.8")
     assert [stamp.split(",")[0] for stamp in scores.stamps().split("; ")] == ["a GPU", "another"]
 
 
@@ -144,24 +144,24 @@ def test_suites_may_have_a_case_of_one_name(tmp_path):
               ("ours", "time", ms, "ms", ""))  # fmt: skip
         rows = pd.read_csv(tmp_path / f"{suite}.csv").assign(suite=suite)
         rows.to_csv(tmp_path / f"{suite}.csv", index=False)
-    files = files_of(["first", "second"], tmp_path)
+    files = result_files(["first", "second"], tmp_path)
     with pytest.raises(ValueError, match=r"second\.csv must have each figure once"):
         Figures(files)
-    of_both = Figures(files, by_suite=True)
-    assert of_both.find(parsed("ours time floor @first/c")) == Decimal("0.5")
-    assert of_both.find(parsed("ours time floor @second/c")) == Decimal("0.25")
+    both = Figures(files, by_suite=True)
+    assert both.find(parse_query("ours time floor @first/c")) == Decimal("0.5")
+    assert both.find(parse_query("ours time floor @second/c")) == Decimal("0.25")
 
 
 @pytest.mark.parametrize(
-    ("name", "compared", "setting"),
+    ("name", "compare", "setting"),
     [
         ("quality", quality_results.comparison, "width"),
         ("event_selection", quality_results.ways_rows, "noise"),
     ],
 )
-def test_trainings_with_other_settings_are_not_compared(results, name, compared, setting):
+def test_trainings_with_other_settings_are_not_compared(results, name, compare, setting):
     frame = pd.read_csv(results / f"{name}.csv")
     frame[setting] = frame[setting].astype(float)
     frame.loc[0, setting] = 0.5
     with pytest.raises(ValueError, match=rf"{setting} must be the same.*\[0\.5"):
-        compared(frame)
+        compare(frame)

@@ -1,4 +1,4 @@
-"""The comparison of poolings: its data, its order of time, and what is tuned by what."""
+"""The comparison of poolings: its data, its order in time, and its tuning."""
 
 import dataclasses
 import gzip
@@ -48,7 +48,7 @@ def test_users_without_times_go_on_side_by_side(lines):
 
 
 def test_batches_are_in_order_of_time():
-    events = quality.events_of(DATA, 20, 0)
+    events = quality.load_events(DATA, 20, 0)
     trainer = quality.Trainer(RUN, events, "cpu")
     for examples in (events.training(0), events.testing()):
         labels = [batch.labels for batch in trainer.batches(examples)]
@@ -82,7 +82,7 @@ def test_a_batch_is_scored_before_it_is_learned(monkeypatch):
     quality.train(RUN, "cpu")
     first = next(i for i, (name, *_) in enumerate(calls) if name == "score")
     assert [name for name, *_ in calls[first::2]] == ["score"] * len(calls[first::2])
-    assert [of for _, *of in calls[first::2]] == [of for _, *of in calls[first + 1 :: 2]]
+    assert [call[1:] for call in calls[first::2]] == [call[1:] for call in calls[first + 1 :: 2]]
 
 
 @pytest.mark.parametrize("pooling", quality.POOLINGS)
@@ -97,7 +97,7 @@ def test_each_regularizer_changes_the_training():
 
 def test_lines_have_no_features(lines):
     model = quality.Trainer(dataclasses.replace(RUN, data=str(lines)),
-                            quality.events_of(str(lines), 20, 0), "cpu").model  # fmt: skip
+                            quality.load_events(str(lines), 20, 0), "cpu").model  # fmt: skip
     assert [*model.tables.embeddings] == ["item_table"]
     assert model.layers[0].in_features == 3 * RUN.width
     assert 0 < quality.train(dataclasses.replace(RUN, data=str(lines)), "cpu")["auc"] < 1
@@ -112,11 +112,11 @@ def test_poolings_by_a_loop():
     for i, x in enumerate(rows.values().split([2, 0, 4, 3])):
         weights = 2.0 ** torch.arange(len(x)).unsqueeze(1)
         q = target[i].expand_as(x)
-        of_unit = unit.weigh(torch.cat([q, x, q - x, q * x], 1))
+        unit_weights = unit.weigh(torch.cat([q, x, q - x, q * x], 1))
         for pooling, expected in (
             (mean, x.sum(0) / max(len(x), 1)),
             (recency, (weights * x).sum(0) / weights.sum().clamp(min=1)),
-            (unit, (of_unit * x).sum(0)),
+            (unit, (unit_weights * x).sum(0)),
         ):
             torch.testing.assert_close(pooling(target, rows)[i], expected)
 
@@ -190,9 +190,9 @@ def test_results_do_not_depend_on_how_many_run_at_a_time(monkeypatch):
     runs = [dataclasses.replace(RUN, pooling=name) for name in ("mean", "din")]
     found = []
     for jobs in (1, 2):
-        with quality.Runs(None, jobs, "cpu") as those:
-            those.train(runs)
-        found.append([{**those.done[run], "seconds": 0, "date": ""} for run in runs])
+        with quality.Runs(None, jobs, "cpu") as all_runs:
+            all_runs.train(runs)
+        found.append([{**all_runs.done[run], "seconds": 0, "date": ""} for run in runs])
     assert found[0] == found[1]
 
 

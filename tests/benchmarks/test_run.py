@@ -1,4 +1,4 @@
-"""The benchmark harness: what it writes, and that it times nothing that is wrong."""
+"""The benchmark harness writes complete figures, and times no wrong provider."""
 
 import re
 import time
@@ -39,9 +39,7 @@ def run_quickly(tmp_path: Path, *argv: str, known=None) -> tuple[int, pd.DataFra
 
 
 def with_one_case_of_each_kind(suite):
-    """One case for each name without its numbers, each dtype, and whether targets and lengths are
-    one.
-    """
+    """Keep one case per name without numbers, dtype, single target and equal lengths."""
     kinds = {}
     for case in suite.cases.values():
         words = re.sub(r"[\d.]+k?", "", case.name)
@@ -73,22 +71,22 @@ def test_quick_checks_and_times_every_kind_of_case(tmp_path, capsys):
         timed = frame[frame["suite"] == name]
         assert {*timed["mode"]} == {*suite.modes}
         assert {*timed["provider"]} >= TIMED_HERE.get(name, {"floor"})
-        of_ours = timed["provider"].str.startswith("ours")
-        assert {*timed.loc[of_ours, "case"]} == {f"{case}-quick" for case in suite.cases}
+        is_ours = timed["provider"].str.startswith("ours")
+        assert {*timed.loc[is_ours, "case"]} == {f"{case}-quick" for case in suite.cases}
     left_out = re.findall(r"(.*): not run here: needs CUDA", capsys.readouterr().out)
     for peer in ("flash-attention-3", "torch-varlen", "fbgemm-sll"):
         assert any(peer in names.split(", ") for names in left_out)
 
 
-def test_a_quick_time_is_that_of_a_call():
+def test_quick_times_are_times_of_calls():
     calls = []
     median, low, high = run.time_ms(lambda: (calls.append(1), time.sleep(0.01)), "cpu", quick=True)
     assert 10 <= low <= median <= high
     assert len(calls) == run.QUICK_REPEATS
 
 
-def test_all_that_runs_here_is_right_on_empty_histories(tmp_path, capsys):
-    """PyTorch's attention by its formula: its kernel for CPUs may err by more than the rule."""
+def test_providers_are_right_on_empty_histories(tmp_path, capsys):
+    """With PyTorch's math backend, since the errors of its CPU kernel may exceed the tolerance."""
     known = {}
     for name, suite in SUITES.items():
         case = replace(next(iter(suite.cases.values())), lengths="edges", dtype=torch.float32)
@@ -151,10 +149,10 @@ def test_a_provider_that_is_wrong_has_no_figure(
     assert f"ours-kernel: {reason}" in capsys.readouterr().out
 
 
-def test_floor_is_the_longer_of_bytes_and_flops():
+def test_roofline_is_the_maximum_of_bytes_and_flops():
     cost = Cost(bytes=4e9, flops=run.PEAK_FLOPS) + Cost(bytes=2e9, flops=run.PEAK_FLOPS)
-    assert run.floor_ms(cost, "cuda", bandwidth=1e9) == pytest.approx(6000)
-    assert run.floor_ms(cost, "cuda", bandwidth=1e10) == pytest.approx(2000)
+    assert run.roofline_ms(cost, "cuda", bandwidth=1e9) == pytest.approx(6000)
+    assert run.roofline_ms(cost, "cuda", bandwidth=1e10) == pytest.approx(2000)
 
 
 def test_flops_are_two_products_of_pairs_forward_and_five_backward():
@@ -165,7 +163,7 @@ def test_flops_are_two_products_of_pairs_forward_and_five_backward():
     assert (cost["forward"].flops, cost["backward"].flops) == (2 * product, 5 * product)
 
 
-def test_flops_with_projections_are_those_of_the_cheaper_form():
+def test_flops_with_projections_are_the_minimum_of_both_forms():
     suite, width, rows = SUITES["target_attention"], 128, 640
     cases = (
         replace(suite.cases["rank-1k"], batch_size=5, max_length=128, num_targets=1, lengths=1.0),
@@ -177,7 +175,7 @@ def test_flops_with_projections_are_those_of_the_cheaper_form():
     assert suite.cost(many)["forward"].flops == projections + 4 * rows * 512 * width
 
 
-def test_candidates_are_uneven_and_as_many_in_all():
+def test_candidates_are_uneven_with_a_fixed_total():
     x = serving.SUITE.inputs(replace(serving.CASES["serving-256"], max_length=20), "cpu")
     candidates = x.query_offsets.diff()
     assert len(x.leaves["target"]) == x.query_offsets[-1] == 15 * 256
@@ -193,7 +191,7 @@ def test_lengths_fill_a_part_of_the_longest(lengths):
     assert drawn.float().mean() / 2000 == pytest.approx(fill, abs=0.002)
 
 
-def test_tf32_is_said_in_the_figures(tf32, tmp_path):
+def test_figures_record_tf32(tf32, tmp_path):
     argv = ["target_attention_kernel", "--cases", "rank-1k-fp32", "--modes", "forward"]
     for options, precision, said in ([[], "highest", "fp32"], [["--tf32"], "high", "tf32"]):
         status, frame = run_quickly(tmp_path, *argv, *options)
@@ -235,9 +233,7 @@ def test_large_cases_are_refused_on_cpu(argv, capsys):
         (["--csv", "{file}/a.csv"], "--csv: must be a folder that can be written, got '{file}'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_timed(
-    argv, message, tmp_path, monkeypatch, capsys
-):
+def test_bad_options_are_refused_before_timing(argv, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     places = {"folder": tmp_path, "file": tmp_path / "file"}
     places["file"].write_text("kept")

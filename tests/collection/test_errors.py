@@ -266,14 +266,14 @@ def test_invalid_features():
 
 def test_numbers_of_lengths_and_weights():
     keys, lengths = ["item", "hist"], torch.tensor([1, 1, 2, 3])
-    for more, message in (
+    for arguments, message in (
         ({"lengths": torch.cat([lengths, lengths[:1]])}, "4 lengths, .* of the 2 keys, got 5"),
         ({"offsets": torch.tensor([0, 1, 2, 4, 7, 7])}, "4 lengths, .* of the 2 keys, got 5"),
         ({"lengths": lengths, "weights": torch.ones(5)}, "7 weights, one per id of any key, got 5"),
     ):
-        collection = TargetAttentionEmbeddingBagCollection([ITEM], PAIR, "weights" in more)
+        collection = TargetAttentionEmbeddingBagCollection([ITEM], PAIR, "weights" in arguments)
         with pytest.raises(ValueError, match=message):
-            collection(KeyedJaggedTensor(keys, torch.arange(7), **more))
+            collection(KeyedJaggedTensor(keys, torch.arange(7), **arguments))
 
 
 def test_tables_on_meta_are_refused():

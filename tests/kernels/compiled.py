@@ -239,7 +239,7 @@ def ids(is_weighted: bool = False) -> None:
         lengths=torch.full((4,), 2, dtype=torch.int32),
     )
     message = values.new_zeros(100)
-    exchange._pack(router.read([batch]), message)
+    exchange._pack(router.read(router.join([batch])), message)
     exchange._unpack(None, message)
 
 

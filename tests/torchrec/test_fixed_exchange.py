@@ -22,6 +22,7 @@ from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
 from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route
 
 NUM_IDS = 11  # rows 0 to 5 are on the first of two ranks
+NUM_BATCHES = 6
 KEYS = [["a", "b", "c", "d"], ["e", "b"]]
 # Of each lookup: the index of the batch's KeyedJaggedTensor, its features, and the number of those
 # on each rank; or "rows" if all ranks have rows of all of them, or "replicated".
@@ -51,8 +52,9 @@ def make_inputs(
     is_weighted: bool = False,
     dtype: torch.dtype = torch.int64,
     device: torch.device = CPU,
+    step: int = 0,
 ) -> list[KeyedJaggedTensor]:
-    rng, inputs = random.Random(rank), []
+    rng, inputs = random.Random(10 * step + rank), []
     longest = max_length if isinstance(max_length, int) else max_length[rank]
     for keys in KEYS:
         lengths = [rng.randint(0, longest) for _ in range(len(keys) * num_samples[rank])]
@@ -84,8 +86,8 @@ def make_routes() -> tuple[list[Route], list[list[int]]]:
         lookups.append([*range(len(routes), len(routes) + len(keys))])
         rows = math.ceil(NUM_IDS / len(ranks))
         routes += [
-            Route(index, key, of, rows, is_replicated=kind == "replicated")
-            for key, of in zip(keys, owners, strict=True)
+            Route(index, key, owner_ranks, rows, is_replicated=kind == "replicated")
+            for key, owner_ranks in zip(keys, owners, strict=True)
         ]
     return routes, lookups
 
@@ -104,16 +106,18 @@ def expected(inputs: list[KeyedJaggedTensor], name: str, device: torch.device) -
 
 
 def make_exchange(
-    inputs: list[KeyedJaggedTensor], num_samples: list[int], device: torch.device
+    batches: list[list[KeyedJaggedTensor]], num_samples: list[int], device: torch.device
 ) -> FixedExchange:
-    """Whose capacities are the numbers of ids of this batch."""
+    """Whose capacities are the largest numbers of ids of these batches."""
     routes, lookups = make_routes()
-    is_weighted = [x.weights_or_none() is not None for x in inputs]
+    is_weighted = [x.weights_or_none() is not None for x in batches[0]]
     size = dist.get_world_size()
     router = IdRouter(routes, KEYS, is_weighted, dist.get_rank(), size, device)
+    counts = [router.count(inputs) for inputs in batches]
+    largest = {name: max(x[name] for x in counts) for name in counts[0]}
     per_rank: list[Any] = [None] * size
-    dist.all_gather_object(per_rank, router.count(inputs))
-    capacities = dict(itertools.chain(*(counts.items() for counts in per_rank)))
+    dist.all_gather_object(per_rank, largest)
+    capacities = dict(itertools.chain(*(x.items() for x in per_rank)))
     group: Any = dist.group.WORLD
     return FixedExchange(router, lookups, group, num_samples, capacities)
 
@@ -130,10 +134,28 @@ def received_ids(ids: ExchangedIds, lookups: list[list[int]]) -> list[tuple]:
 
 
 def exchange(device: torch.device, case: str) -> list[tuple]:
-    """Values, weights and lengths of each lookup, of TorchRec and of the exchange."""
-    num_samples = [4, 3][: dist.get_world_size()]
-    inputs = make_inputs(dist.get_rank(), num_samples, **CASES[case], device=device)
-    ids = make_exchange(inputs, num_samples, device).start(inputs, True)
+    """Values, weights and lengths of each lookup, of TorchRec and of the exchange.
+
+    On a GPU, a CUDA graph exchanges all but the first two batches. While the ids of a batch are
+    used, the next batch is exchanged.
+    """
+    rank, num_samples = dist.get_rank(), [4, 3][: dist.get_world_size()]
+    options: dict[str, Any] = CASES[case] | {"device": device}
+    batches = [make_inputs(rank, num_samples, **options, step=step) for step in range(NUM_BATCHES)]
+    fixed = make_exchange(batches, num_samples, device)
+    results, exchanged = [], []
+    for step in range(NUM_BATCHES + 1):
+        if step < NUM_BATCHES:
+            exchanged.append(fixed.start(batches[step], True))
+        if step > 0:
+            results += compare(exchanged[step - 1], batches[step - 1], device)
+    return results
+
+
+def compare(
+    ids: ExchangedIds, inputs: list[KeyedJaggedTensor], device: torch.device
+) -> list[tuple]:
+    """Copies of values, weights and lengths of each lookup, of TorchRec and of the exchange."""
     assert ids.is_complete()
     results = []
     for name, (values, weights, lengths) in zip(
@@ -143,7 +165,8 @@ def exchange(device: torch.device, case: str) -> list[tuple]:
         other = kjt.weights_or_none()
         if other is None:
             weights = None
-        results.append((kjt.values(), values, kjt.lengths(), lengths, other, weights))
+        tensors = kjt.values(), values, kjt.lengths(), lengths, other, weights
+        results.append(tuple(None if x is None else x.clone() for x in tensors))
     return results
 
 
@@ -151,7 +174,7 @@ def exchange_misfits(device: torch.device) -> dict[str, bool]:
     """Whether batches are complete on this rank."""
     rank, num_samples = dist.get_rank(), [4, 3][: dist.get_world_size()]
     inputs = make_inputs(rank, num_samples, device=device)
-    fixed = make_exchange(inputs, num_samples, device)
+    fixed = make_exchange([inputs], num_samples, device)
     # More ids, another number of samples, and a batch that is not accepted, on the first rank.
     long = make_inputs(rank, num_samples, [8, 3], device=device)
     smaller = make_inputs(rank, [2, 3], device=device)
@@ -160,13 +183,20 @@ def exchange_misfits(device: torch.device) -> dict[str, bool]:
         "long": fixed.start(long, True).is_complete(),
         "smaller": fixed.start(smaller, True).is_complete(),
         "not accepted": fixed.start(inputs, rank != 0).is_complete(),
-        "fits again": fixed.start(inputs, True).is_complete(),
+        "fits again": all(fixed.start(inputs, True).is_complete() for _ in range(NUM_BATCHES)),
+        "long again": fixed.start(long, True).is_complete(),
         "accepts": fixed.router.accepts(inputs),
         "accepts other keys": fixed.router.accepts(inputs[::-1]),
     }
 
 
 def on_each_rank(device: torch.device) -> dict[str, Any]:
+    stream = torch.cuda.Stream() if device.type == "cuda" else None  # a capture needs one
+    with torch.cuda.stream(stream):
+        return results_by_name(device)
+
+
+def results_by_name(device: torch.device) -> dict[str, Any]:
     functions: dict[str, Any] = {case: functools.partial(exchange, device, case) for case in CASES}
     functions["misfits"] = lambda: exchange_misfits(device)
     return {name: function() for name, function in functions.items()}
@@ -199,3 +229,4 @@ def test_ranks_know_whether_they_have_all_ids(ranks: list[dict[str, Any]]):
         assert not misfits["not accepted"]
         if rank == 0:
             assert not misfits["long"]
+            assert not misfits["long again"]

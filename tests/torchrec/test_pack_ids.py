@@ -10,7 +10,11 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.collection.sharding import fixed_exchange
-from torchrec_jagged_attn.collection.sharding.fixed_exchange import FixedExchange, SentIds
+from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
+    ExchangedIds,
+    FixedExchange,
+    SentIds,
+)
 from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route
 from torchrec_jagged_attn.collection.sharding.kernels import pack_ids
 from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
@@ -81,10 +85,10 @@ def exchange(batches: list[Any], headroom: float, device: torch.device) -> list[
             mock.patch("torch.distributed.all_to_all_single", all_to_all),
             mock.patch.object(FixedExchange, "_unpack", lambda _, ids, __: sent.append(ids)),
         ):
-            fixed.start([x], True)
+            fixed._exchange(fixed.router.join([x]))
     for i, fixed in enumerate(exchanges):
         received = torch.cat([parts[i] for parts in messages])
-        ids = fixed._unpack(sent[i], received)
+        ids = ExchangedIds(fixed, *fixed._unpack(sent[i], received))
         assert ids.is_complete() == (headroom >= 1)
         num_ids = sum(counts[i].values())
         results.append([sent[i].block_counts, sent[i].order[: num_ids if headroom >= 1 else 0]])

@@ -210,7 +210,10 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             self._exchange = ModelExchange(modules, rank, self._ranks.size, self._device)
         super().start_sparse_data_dist(batch, context)
         if batch is not None and self._exchange is not None:
-            with self._stream_context(self._data_dist_stream):  # pyright: ignore
+            stream: Any = self._data_dist_stream
+            if stream is not None:  # steps before may use the tensors that the exchange writes
+                stream.wait_stream(torch.cuda.current_stream())
+            with self._stream_context(stream):  # pyright: ignore
                 context.exchange = self._exchange.start()
 
     def _next_batch(self, dataloader_iter: Iterator[Any]) -> Any:
@@ -255,7 +258,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         _, _, can_capture, fits, is_capacity, is_repeated = agreement.wait()
         can_capture &= self._model.training  # which may have changed since the last step
         if self._stream is not None:
-            step.record_stream(torch.cuda.current_stream(), self._data_dist_stream)
+            step.wait(torch.cuda.current_stream())
         (is_unchanged,) = self._is_unchanged.wait()
         if can_capture and is_unchanged and fits:
             return self._replay(step) if self._is_verified else self._verify(step)
@@ -304,6 +307,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
                 received.append(module_context)
             step = _Step(self.batches[at], results, ids, received, inputs, exchange)
             step.read_keys(self._fixed_keys, self._captured_step and self._captured_step.read)
+        if self._stream is not None:
+            step.record_event(self._data_dist_stream)  # pyright: ignore
         reason, is_capacity = self._misfit(step)
         agreement = self._ranks.start(
             has_next,
@@ -583,6 +588,7 @@ class _Step:
         self.batch, self.results, self.ids, self.inputs = batch, results, ids, inputs
         self.exchange = exchange
         self._received = received
+        self._event: Any = None
         self.lookups: dict[str, Lookup] = {}
 
     def read_keys(self, fixed_keys: set[str], read: set[str] | None) -> None:
@@ -595,9 +601,14 @@ class _Step:
         if self.exchange is not None:
             self.inputs.counts |= self.exchange.counts()
 
-    def record_stream(self, stream: torch.cuda.Stream, producer: Any) -> None:
+    def record_event(self, stream: torch.cuda.Stream) -> None:
+        """Record that the ids are ready when ``stream`` is here."""
+        self._event = stream.record_event()
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
         """Make ``stream`` wait for the ids, and record that it uses their memory."""
-        stream.wait_stream(producer)
+        assert self._event is not None
+        stream.wait_event(self._event)
         for x in self._received:
             x.record_stream(stream)
 

@@ -118,24 +118,26 @@ def test_rows_of_codes_by_index(launched):
     assert "one_warp_forward" in launched
 
 
-OF_AGES = pytest.mark.parametrize(("num_targets", "path"), [(1, "one_warp"), (9, "warpgroup")])
+ONE_OR_NINE_TARGETS = pytest.mark.parametrize(
+    ("num_targets", "path"), [(1, "one_warp"), (9, "warpgroup")]
+)
 
 
-@OF_AGES
+@ONE_OR_NINE_TARGETS
 @pytest.mark.parametrize("times", [None, *FAR_TIMES], ids=str)
 def test_buckets_of_ages(times, num_targets, path):
-    of_device = CPU, torch.float16, num_targets, 64
+    options = CPU, torch.float16, num_targets, 64
     if times is None:
-        inputs, expected = inputs_of_ages(*of_device)
+        inputs, expected = inputs_of_ages(*options)
     else:
-        inputs, expected = inputs_of_far_times(times, *of_device)
+        inputs, expected = inputs_of_far_times(times, *options)
     with gluon_in_numpy(path == "warpgroup") as launched:
         apart = buckets_apart(jagged_target_attention(**inputs))
     assert launched == [f"{path}_forward"]
     assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
 
 
-@OF_AGES
+@ONE_OR_NINE_TARGETS
 def test_ages_from_the_request(num_targets, path):
     inputs, _ = make_inputs(LENGTHS[:5], torch.float16, 4, num_targets, 64, num_ages=70)
     times, request_time = torch.arange(sum(LENGTHS)) ** 2, torch.tensor(REQUEST_TIMES)

@@ -35,10 +35,18 @@ class Route(NamedTuple):
         return self.history is not None and self.history.is_local
 
 
+class JoinedIds(NamedTuple):
+    """The KeyedJaggedTensors of a batch, joined."""
+
+    values: Tensor  # [N] int64, N > 0
+    weights: Tensor | None  # [N] fp32, if the weights of ids are sent
+    lengths: Tensor  # [features, B]
+
+
 class BatchIds(NamedTuple):
     """The ids of a batch, by route and sample."""
 
-    values: Tensor  # [N], of all KeyedJaggedTensors
+    values: Tensor  # [N]
     weights: Tensor | None  # [N] int32, the bits of fp32 numbers
     lengths: Tensor  # [routes, B]
     begins: Tensor  # [routes, B] int64, where the ids of a sample begin in ``values``
@@ -146,31 +154,41 @@ class IdRouter:
             for x, keys, is_weighted in zip(inputs, self.keys, self.is_weighted, strict=True)
         )
 
-    def read(self, inputs: Sequence[KeyedJaggedTensor]) -> BatchIds:
-        """Return the ids of a batch. Nothing is read from the device."""
-        num_samples = inputs[0].stride()
-        batch_lengths = _join([x.lengths() for x in inputs]).view(-1, num_samples)
-        values = _not_empty(_join([x.values() for x in inputs]))
-        ends = batch_lengths.flatten().cumsum(0, dtype=torch.int64).view(-1, num_samples)
-        begins = ends - batch_lengths
-        lengths = batch_lengths[self._features]
-        is_valid = torch.ones((), dtype=torch.bool, device=self.device)
-        weights = time_begins = references = None
-        if "ages" in self.columns:
-            time_begins = begins[self._times]
-            has_request = self._has_request[:, None]
-            references = torch.where(has_request, begins[self._requests], ends[self._times] - 1)
-            references = values[references.clamp_(0, values.numel() - 1)]
-            has_one = (batch_lengths[self._requests] == 1) | ~has_request
-            is_valid = ((batch_lengths[self._times] == lengths) & has_one).all()
+    def join(self, inputs: Sequence[KeyedJaggedTensor]) -> JoinedIds:
+        """Join the KeyedJaggedTensors of a batch."""
+        weights = None
         if "weights" in self.columns:
             parts = [
                 x.weights().detach() if y else torch.zeros_like(x.values(), dtype=torch.float32)
                 for x, y in zip(inputs, self.is_weighted, strict=True)
             ]
-            weights = _not_empty(_join(parts)).view(torch.int32)
+            weights = _not_empty(_join(parts))
+        values = _not_empty(_join([x.values() for x in inputs]))
+        lengths = _join([x.lengths() for x in inputs])
+        return JoinedIds(values, weights, lengths.view(-1, inputs[0].stride()))
+
+    def read(self, batch: JoinedIds) -> BatchIds:
+        """Return the ids of a batch by route. Nothing is read from the device."""
+        values, lengths = batch.values, batch.lengths
+        ends = lengths.flatten().cumsum(0, dtype=torch.int64).view(lengths.shape)
+        begins = ends - lengths
+        is_valid = torch.ones((), dtype=torch.bool, device=self.device)
+        time_begins = references = None
+        if "ages" in self.columns:
+            time_begins = begins[self._times]
+            has_request = self._has_request[:, None]
+            references = torch.where(has_request, begins[self._requests], ends[self._times] - 1)
+            references = values[references.clamp_(0, values.numel() - 1)]
+            has_one = (lengths[self._requests] == 1) | ~has_request
+            is_valid = ((lengths[self._times] == lengths[self._features]) & has_one).all()
         return BatchIds(
-            values, weights, lengths, begins[self._features], time_begins, references, is_valid
+            values,
+            None if batch.weights is None else batch.weights.view(torch.int32),
+            lengths[self._features],
+            begins[self._features],
+            time_begins,
+            references,
+            is_valid,
         )
 
     def sort(self, batch: BatchIds) -> SortedIds:
@@ -234,7 +252,7 @@ class IdRouter:
 
     def count(self, inputs: Sequence[KeyedJaggedTensor]) -> dict[str, int]:
         """Return :meth:`counts` of a batch. This reads from the device."""
-        return self.counts(self.sort(self.read(inputs)).block_lengths.sum(1).tolist())
+        return self.counts(self.sort(self.read(self.join(inputs))).block_lengths.sum(1).tolist())
 
 
 def pair_capacity(source: int, owner: int) -> str:

@@ -1,4 +1,4 @@
-"""Small files of the forms that benchmarks of whole models write, for tests of what reads them."""
+"""Write small CSV files in the formats of the benchmarks of whole models, for tests."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from quality_models import POOLINGS, Run
 
 STAMP = {"gpu": "a GPU", "torch": "2.13.0", "triton": "3.7.1", "torchrec": "1.8.0",
          "date": "2026-11-25T01:02:03+00:00"}  # fmt: skip
-NO_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB"
+OUT_OF_MEMORY = "OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB"
 BATCH = 8192
 
 
 def step_rows(mean: int, gpus: int, lacking_memory: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
-    """Of ``end_to_end.py``: the provider of the place ``i`` takes ``10 - i / 2`` ms a step."""
+    """Rows of ``end_to_end.py``: provider number ``i`` takes ``10 - i / 2`` ms per step."""
     case = step_case(mean, gpus, SHARDINGS[0])
     for i, name in enumerate(PROVIDERS):
         label = {**STAMP, "suite": "end_to_end", "case": case, "mode": "step", "provider": name,
                  "batch": BATCH, "gpus": gpus}  # fmt: skip
         if name in lacking_memory:
-            yield {**label, "metric": "refused", "median": 0, "note": NO_MEMORY}
+            yield {**label, "metric": "refused", "median": 0, "note": OUT_OF_MEMORY}
             continue
         ms = 10 - i / 2
         figures = {
@@ -41,7 +41,7 @@ def step_rows(mean: int, gpus: int, lacking_memory: Iterable[str] = ()) -> Itera
 
 
 def write_steps(folder: Path) -> None:
-    """Files of ``end_to_end.py``; with 4,000 events, padding lacks memory."""
+    """Write files of ``end_to_end.py``; padding with 4,000 events is out of memory."""
     rows = [
         *step_rows(200, 1), *step_rows(1000, 1),
         *step_rows(4000, 1, lacking_memory=("padded", "padded-din")),
@@ -52,7 +52,7 @@ def write_steps(folder: Path) -> None:
 
 
 def write_curves(folder: Path) -> None:
-    """A file of ``end_to_end_quality.py``."""
+    """Write a file of ``end_to_end_quality.py``."""
     label = {**STAMP, "suite": "end_to_end_quality", "mode": "test"}
     add(
         folder / "end_to_end_quality.csv",
@@ -67,8 +67,8 @@ def write_curves(folder: Path) -> None:
 
 
 def write_trainings(folder: Path) -> None:
-    """A file of ``quality.py``: the second learning rate is better, and trained with two seeds, but
-    for one case.
+    """Write a file of ``quality.py``: the second learning rate is better, and has two seeds in all
+    but one case.
     """
     rows = []
     for i, pooling in enumerate(POOLINGS):
@@ -87,7 +87,7 @@ def write_trainings(folder: Path) -> None:
 
 
 def write_ways(folder: Path) -> None:
-    """A file of ``event_selection.py``, of two seeds."""
+    """Write a file of ``event_selection.py`` with two seeds."""
     stamp = {"device": "a GPU", "torch": "2.13.0", "torchrec": "1.8.0",
              "torchrec_jagged_attn": "0.1.0", "date": "2026-11-25T01:02:03+00:00"}  # fmt: skip
     events = [
@@ -102,6 +102,6 @@ def write_ways(folder: Path) -> None:
 
 
 def write_all(folder: Path) -> None:
-    """Each of them."""
+    """Write all files."""
     for write in (write_steps, write_curves, write_trainings, write_ways):
         write(folder)
