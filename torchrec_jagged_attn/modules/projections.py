@@ -171,10 +171,10 @@ def is_materialized(
     moved = history_dim + elements * embed_dim
     per_row = flops * history_dim * embed_dim + moved * flops_per_element
     absorbed = int(18 * flops_of_absorbed) * num_targets * num_heads * history_dim
+    materialized = 18 * num_targets * embed_dim + num_samples * per_row
+    with_few_queries = 18 * num_to_fill * embed_dim + num_samples * per_row
+    is_cheaper, is_cheaper_with_few = absorbed > materialized, absorbed > with_few_queries
     if is_scripting():
-        num_targets = max(num_targets, num_to_fill)
-    else:
-        num_targets = torch.sym_max(num_targets, num_to_fill)
-    is_cheaper = absorbed > 18 * num_targets * embed_dim + num_samples * per_row
+        return is_cheaper and is_cheaper_with_few
     # An exported program that does not know the number of targets, as in serving, materializes.
-    return is_cheaper if is_scripting() else guard_or_true(is_cheaper)
+    return guard_or_true(is_cheaper) and guard_or_true(is_cheaper_with_few)
