@@ -78,9 +78,7 @@ def oracle_of(inputs):
         factors = weight_factors(inputs["dropout"], r, n).view(shape)
 
     def oracle(history, indices=None, bias=None, dropout=None, **others):
-        if bias is not None and bias.dim() == 1:
-            others["prior_weights"], bias = bias, None
-        others |= {"bias": bias, "weight_factors": factors, "return_lse": True}
+        others |= {"prior_weights": bias, "weight_factors": factors, "return_lse": True}
         rows = history if indices is None else history[indices]
         return joined(*target_attention_oracle(history=rows, **others))
 
@@ -104,8 +102,6 @@ def make_inputs(
         of_sample = torch.tensor([num_targets + 2, 1, 0, *[num_targets] * (len(lengths) - 3)])
         inputs["query_offsets"] = offsets_of(of_sample, torch.int64, device)
         inputs["query"] = draw(int(of_sample.sum()), num_heads, width)
-    if "bias" not in others:
-        del inputs["bias"]
     if "prior" in others:
         inputs["bias"] = draw_prior_weights(lengths, device, dtype)
     if "tables" in others:
@@ -138,8 +134,8 @@ CASES = [  # of targets and heads, from one row of queries to more than a block 
     ("own", 1, 1, torch.float32, ""),
     ("own", 1, 1, torch.bfloat16, "prior tables"),
     ("own", 1, 4, torch.float32, "prior tables drops"),
-    ("own", 1, 4, torch.float16, "bias tables"),
-    ("own", 4, 2, torch.float32, "bias indices"),
+    ("own", 1, 4, torch.float16, "tables"),
+    ("own", 4, 2, torch.float32, "indices"),
     ("own", 4, 2, torch.float16, "tables drops indices"),
     ("own", 9, 2, torch.float32, "prior tables drops"),
     ("own", 9, 2, torch.float16, "prior tables indices"),
@@ -147,10 +143,10 @@ CASES = [  # of targets and heads, from one row of queries to more than a block 
     ("own", 10, 4, torch.float16, "prior tables drops"),
     ("own", 40, 2, torch.float16, "prior"),
     ("shared", 9, 2, torch.bfloat16, "tables"),
-    ("jagged", 9, 2, torch.float32, "bias tables drops"),
+    ("jagged", 9, 2, torch.float32, "tables drops"),
     ("jagged", 1, 2, torch.float16, "prior indices"),
     ("own", 3, 2, torch.float64, "prior tables drops"),
-    ("jagged", 2, 2, torch.float64, "bias tables drops indices"),
+    ("jagged", 2, 2, torch.float64, "tables drops indices"),
 ]
 
 
@@ -163,7 +159,7 @@ def test_right(layout, num_targets, num_heads, dtype, others, device):
 def test_owners_of_rows(layout, num_targets, num_heads, dtype, others, device):
     """As if one had them all, and with the same draws."""
     inputs = make_inputs(device, dtype, num_targets, num_heads, others, FEWER, layout=layout)
-    assert_merges(inputs, torch.int32 if "bias" in others else torch.int64)
+    assert_merges(inputs, torch.int32 if "prior" in others else torch.int64)
 
 
 @pytest.mark.parametrize("num_targets", [1, 20])
@@ -177,8 +173,8 @@ def test_owners_of_long_samples(num_targets, device):
 def test_far_scores(num_targets, device):
     """Exponentials of which fp32 does not hold."""
     for added in (-2000.0, 2000.0):
-        inputs = make_inputs(device, torch.float32, num_targets, 2, "bias", FEWER)
-        inputs["bias"] += added
+        inputs = make_inputs(device, torch.float32, num_targets, 2, "tables", FEWER)
+        inputs["position_bias"] += added
         assert_right(inputs)
 
 

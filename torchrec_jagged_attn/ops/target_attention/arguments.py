@@ -21,7 +21,7 @@ class TargetArguments(NamedTuple):
     offsets: Tensor  # [B + 1]
     query_offsets: Tensor | None  # [B + 1]
     indices: Tensor | None  # [N], gather indices into ``history``
-    biases: Biases  # of history rows
+    biases: Biases  # of history rows; ``bias`` is ``None`` or ``[N]`` prior weights
     # If the rows are a part of a larger batch, [N] int32 or int64: the index of each row there,
     # which positions and dropout depend on. Ages then require ``request_time``.
     row_numbers: Tensor | None

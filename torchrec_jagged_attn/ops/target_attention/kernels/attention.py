@@ -147,7 +147,7 @@ def backward(
     launch = _Launch(args, backward=True)
     plan, num_programs = launch.plan, launch.num_partials + launch.num_samples
     call = plan.call
-    bias, position_bias, age_bias, *_ = args.biases
+    prior_weights, position_bias, age_bias, *_ = args.biases
     if dispatch.LOG:
         dispatch.log_choice("jagged_target_attention backward", plan.choice)
     shared = call.layout == SHARED
@@ -160,9 +160,8 @@ def backward(
     if grad_history is not None and launch.indices is not None:
         sorted_indices = _sort_indices(launch, launch.indices)
     grad_bias = None
-    if bias is not None and needs_bias:
-        dtype = torch.float32 if call.prior else bias.dtype
-        grad_bias = bias.new_empty(*bias.shape, dtype=dtype)
+    if prior_weights is not None and needs_bias:
+        grad_bias = torch.empty_like(prior_weights, dtype=torch.float32)
     grad_tables = None
     if call.buckets:
         writes_whole_tables = plan.variant == "one_warp"
@@ -351,7 +350,7 @@ class _Launch:
 
 def _call_of(args: TargetArguments, history: Tensor, backward: bool) -> Call:
     """The :class:`Call` of ``args``, with ``history`` as kernels read it."""
-    bias, position_bias, age_bias, _, _, dropout = args.biases
+    prior_weights, position_bias, age_bias, _, _, dropout = args.biases
     if args.query_offsets is not None:
         layout, num_targets = JAGGED, 0  # differs by sample
     else:
@@ -366,8 +365,7 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool) -> Call:
         width=args.query.shape[-1],
         num_positions=0 if position_bias is None else position_bias.shape[0],
         num_ages=0 if age_bias is None else age_bias.shape[0],
-        bias=bias is not None,
-        prior=args.biases.are_prior_weights,
+        prior=prior_weights is not None,
         dropout=dropout is not None,
         element_size=args.query.element_size(),
         history_stride=history.stride(0),

@@ -171,8 +171,7 @@ def clear_gradients(grads, samples, num_samples, num_history_rows, C: tl.constex
     if (grads.history is not None) and (samples.indices is None):
         clear_rows(grads.history, end, num_history_rows, C.D, C.D, C.BLOCK_D)
     if grads.bias is not None:
-        WIDTH: tl.constexpr = 1 if C.PRIOR else C.H
-        clear_rows(grads.bias, end * WIDTH, num_history_rows.to(tl.int64) * WIDTH, 1, 1, 1)
+        clear_rows(grads.bias, end, num_history_rows, 1, 1, 1)
 
 
 @triton.jit
