@@ -48,7 +48,7 @@ def attend_by_owner(owners, **inputs):
         lengths = torch.bincount(samples[own], minlength=num_samples)
         of_rows = {
             name: inputs[name][own]
-            for name in ("history", "bias", "timestamps", "indices")
+            for name in ("history", "prior_weights", "timestamps", "indices")
             if name in inputs and not (name == "history" and "indices" in inputs)
         }
         args = arguments_of(
@@ -77,8 +77,8 @@ def oracle_of(inputs):
         r, n = (torch.arange(x, device=query.device) for x in (shape[0] * shape[1], num_rows))
         factors = weight_factors(inputs["dropout"], r, n).view(shape)
 
-    def oracle(history, indices=None, bias=None, dropout=None, **others):
-        others |= {"prior_weights": bias, "weight_factors": factors, "return_lse": True}
+    def oracle(history, indices=None, dropout=None, **others):
+        others |= {"weight_factors": factors, "return_lse": True}
         rows = history if indices is None else history[indices]
         return joined(*target_attention_oracle(history=rows, **others))
 
@@ -103,7 +103,7 @@ def make_inputs(
         inputs["query_offsets"] = offsets_of(of_sample, torch.int64, device)
         inputs["query"] = draw(int(of_sample.sum()), num_heads, width)
     if "prior" in others:
-        inputs["bias"] = draw_prior_weights(lengths, device, dtype)
+        inputs["prior_weights"] = draw_prior_weights(lengths, device, dtype)
     if "tables" in others:
         inputs["position_bias"], inputs["age_bias"] = draw(30, num_heads), draw(60, num_heads)
         inputs["timestamps"] = (14 * torch.rand(num_rows, generator=generator)).exp().long()
@@ -195,7 +195,7 @@ def test_gradient_of_one_alone(num_targets, device):
     """The other's is zero; NaN of a log-sum-exp that is -inf counts nothing."""
     inputs = make_inputs(device, torch.float32, num_targets, 2, "prior", FEWER)
     inputs = {name: x.requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
-    leaves = [inputs[name] for name in ("query", "history", "bias")]
+    leaves = [inputs[name] for name in ("query", "history", "prior_weights")]
     out, lse = attend_with_lse(arguments_of(inputs))
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     grad_lse = grad_lse.masked_fill(lse == -torch.inf, torch.nan)
@@ -215,7 +215,7 @@ ROWS_BEHIND = [1, 70, 900]  # fewer than a tile, about one, and several chunks
 
 def assert_rows_behind_never_matter_to(inputs, num_behind):
     """Outputs of query rows behind the last offset are zeros, and their log-sum-exps ``-inf``."""
-    rows = ["indices" if "indices" in inputs else "history", "bias", "timestamps"]
+    rows = ["indices" if "indices" in inputs else "history", "prior_weights", "timestamps"]
     behind = dict.fromkeys(rows, num_behind)
     if "query_offsets" in inputs:
         behind |= dict.fromkeys(("query", "out"), num_behind)

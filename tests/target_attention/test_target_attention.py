@@ -559,7 +559,7 @@ def arguments_of_op(inputs, *, jagged=False):
     given = {
         "query": query,
         "query_offsets": query_offsets,
-        "bias": draw_prior_weights([3, 0, 5], device).requires_grad_(),
+        "prior_weights": draw_prior_weights([3, 0, 5], device).requires_grad_(),
         "position_bias": torch.randn(3, 2, device=device, requires_grad=True),
         "age_bias": torch.randn(5, 2, device=device, requires_grad=True),
         "timestamps": torch.arange(8, device=device),

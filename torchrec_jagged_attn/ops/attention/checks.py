@@ -87,16 +87,16 @@ def check_biases(
     num_rows: int,
     num_samples: int,
     biases: Biases,
-    prior_weights: Tensor | None,
+    bias: Tensor | None = None,
     relative_bias: Tensor | None = None,
 ) -> None:
     """Check the biases of ``num_rows`` keys, in ``num_samples``, for the heads of ``query``."""
     num_heads = query.shape[-2]
-    bias, position_bias, age_bias, timestamps, request_time, *_ = biases
+    prior_weights, position_bias, age_bias, timestamps, request_time, *_ = biases
     check_same(
         query, query_name, dtype=False,
-        bias=bias, position_bias=position_bias, age_bias=age_bias, timestamps=timestamps,
-        request_time=request_time, prior_weights=prior_weights, relative_bias=relative_bias,
+        prior_weights=prior_weights, position_bias=position_bias, age_bias=age_bias,
+        timestamps=timestamps, request_time=request_time, bias=bias, relative_bias=relative_bias,
     )  # fmt: skip
     if bias is not None:
         check_float(bias, "bias")

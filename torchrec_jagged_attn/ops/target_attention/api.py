@@ -32,7 +32,7 @@ from torchrec_jagged_attn.ops.attention.checks import (
     check_width,
 )
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
-from torchrec_jagged_attn.ops.attention.prior_weights import bias_gradient
+from torchrec_jagged_attn.ops.attention.prior_weights import prior_weights_gradient
 from torchrec_jagged_attn.ops.flops import attention_flops, pairs_of
 from torchrec_jagged_attn.ops.registration import flatten, register_op
 from torchrec_jagged_attn.ops.target_attention import cpu
@@ -195,8 +195,8 @@ def jagged_target_attention(
     )  # fmt: skip
     if num_levels is None:
         check_same(query, "query", dtype=True, history=history)
-    biases = Biases(None, position_bias, age_bias, timestamps, request_time)
-    check_biases(query, "query", num_rows, num_samples, biases, prior_weights)
+    biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
+    check_biases(query, "query", num_rows, num_samples, biases)
     check_score(score, prior_weights)
     if per_sample:
         query = query.unsqueeze(1)
@@ -242,7 +242,7 @@ def _check_values(args: TargetArguments) -> None:
         check_packed_values(args.history, "history", num_codes, args.num_levels, row_offsets)
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets", exact=False)
-    prior_weights = args.biases.bias
+    prior_weights = args.biases.prior_weights
     if prior_weights is not None:
         check_score(args.score, prior_weights)  # scripted modules do not check it
         check_finite(prior_weights, "prior_weights", offsets=args.offsets)
@@ -264,8 +264,8 @@ def backward(
 ) -> TargetGradients:
     """Return the gradients of :func:`forward`.
 
-    The gradient of the bias is computed if ``needs.biases.bias``, the gradient of the history at
-    least if ``needs.history``, other gradients always. ``grad_lse`` is the gradient of the
+    The gradient of prior weights is computed if needed, the gradient of the history at least if
+    needed, other gradients always. ``grad_lse`` is the gradient of the
     log-sum-exps, in the shape and dtype of ``outputs.stats[0]``; it is ignored for query rows
     without a visible history row.
     """
@@ -274,12 +274,14 @@ def backward(
             "for_backward must be True where a gradient is taken, got False: "
             "this was called, traced or exported with gradients off"
         )
-    needs_bias, needs_history = bool(needs.biases.bias), bool(needs.history)
+    prior_weights = args.biases.prior_weights if needs.biases.prior_weights else None
     grads = implementation_of(args.query, cpu, kernels).backward(
-        grad_out, args, outputs, needs_bias, needs_history, grad_lse=grad_lse
+        grad_out, args, outputs, prior_weights is not None, bool(needs.history), grad_lse=grad_lse
     )
-    grad_bias = bias_gradient(grads.bias, args.biases.bias) if needs_bias else None
-    return grads._replace(bias=grad_bias)
+    grad_weights = None
+    if prior_weights is not None:
+        grad_weights = prior_weights_gradient(grads.prior_weights, prior_weights)
+    return grads._replace(prior_weights=grad_weights)
 
 
 def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:

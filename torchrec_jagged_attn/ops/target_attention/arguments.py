@@ -21,7 +21,7 @@ class TargetArguments(NamedTuple):
     offsets: Tensor  # [B + 1]
     query_offsets: Tensor | None  # [B + 1]
     indices: Tensor | None  # [N], gather indices into ``history``
-    biases: Biases  # of history rows; ``bias`` is ``None`` or ``[N]`` prior weights
+    biases: Biases  # of history rows
     # If the rows are a part of a larger batch, [N] int32 or int64: the index of each row there,
     # which positions and dropout depend on. Ages then require ``request_time``.
     row_numbers: Tensor | None
@@ -75,10 +75,12 @@ class TargetOutputsWithLse(NamedTuple):
 
 
 class TargetGradients(NamedTuple):
-    """Gradients of ``target_attention``; for prior weights, of their logarithms, in fp32."""
+    """Gradients of ``target_attention``. Implementations return the gradients of the logarithms of
+    prior weights, ``[N]`` or by head ``[N, H]``, which ``api.py`` converts.
+    """
 
     query: Tensor
     history: Tensor | None
-    bias: Tensor | None
+    prior_weights: Tensor | None
     position_bias: Tensor | None
     age_bias: Tensor | None

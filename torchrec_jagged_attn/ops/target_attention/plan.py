@@ -48,7 +48,7 @@ class Call(NamedTuple):
     width: int  # of queries and history rows
     num_positions: int  # buckets of the table of positions; 0 without one
     num_ages: int  # buckets of the table of ages; 0 without one
-    prior: bool  # whether there are prior weights
+    has_prior_weights: bool
     dropout: bool  # whether there is dropout of weights
     element_size: int  # bytes of an element of queries
     history_stride: int  # elements from one history row to the next
@@ -239,7 +239,6 @@ def _inputs(x: Call) -> dict[str, Any]:
         "STRIDE": x.history_stride,
         "P": x.num_positions,
         "A": x.num_ages,
-        "PRIOR": x.prior,
         "SCORE": x.score,
         "LEVELS": x.num_levels,
         "PER_BYTE": codes_per_byte(x.num_levels) if x.has_codes else 0,
@@ -301,7 +300,7 @@ def tiles_of(variant: str, x: Call) -> dict[str, int]:
     if variant == "warpgroup":
         # As many programs on a multiprocessor as its shared memory holds, if registers do not spill
         # in the main loop.
-        needs_registers = x.backward or x.prior or x.buckets or x.dropout
+        needs_registers = x.backward or x.has_prior_weights or x.buckets or x.dropout
         registers = 168 if needs_registers else 128
         if x.query_rows > 32 or (x.backward and x.buckets):
             registers = 255

@@ -285,8 +285,8 @@ def grad_history_kernel(
                 heads = add_heads(heads, ds, rows, h, x.dtype, C.H, C.ONE_TARGET)
         if grads.history is not None:
             _store_grad_of_history(grads, grad_x, n, visible, d, C.D)
-        if grads.bias is not None:
-            tl.store(grads.bias + n, tl.sum(heads, 1)[:, None], mask=visible)
+        if grads.prior_weights is not None:
+            tl.store(grads.prior_weights + n, tl.sum(heads, 1)[:, None], mask=visible)
         if C.P > 0 or C.A > 0:
             flat = start + tl.arange(0, C.BLOCK_N)
             position_buckets, age_buckets = row_buckets(

@@ -364,8 +364,8 @@ def backward_kernel(
                 if grads.targets is None or gl.max(targets, 0) >= 0:
                     _differentiate_rows(grads, row_operands, C)
             accs = _add_to_queries(accs, tile, ds, dtype, C)
-            if grads.bias is not None:
-                gl.store(grads.bias + chunk.first + n, gl.sum(ds, 1), mask=n < end)
+            if grads.prior_weights is not None:
+                gl.store(grads.prior_weights + chunk.first + n, gl.sum(ds, 1), mask=n < end)
             if C.P + C.A > 0:
                 _add_to_tables(table, weights, buckets, ds, p, end - start, C)
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)

@@ -386,8 +386,8 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr):
     """``[rows, queries]``: the sum of all ``biases`` of the rows ``n`` of a chunk, with ``buckets``
     of :func:`row_buckets`, for the query rows ``r``.
 
-    PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative. Query
-    rows from ``count`` on have a bias of zero.
+    The logarithms of prior weights are ``-inf`` if these are zero or negative. Query rows from
+    ``count`` on have a bias of zero.
     """
     visible = (n < chunk.end)[:, None]
     n = n[:, None]
@@ -395,8 +395,10 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr):
     head = r % C.H
     mask = visible & (r < count)
     bias = 0.0
-    if C.PRIOR:
-        weights = gl.load(biases.bias + chunk.first + n, mask=visible, other=1.0).to(gl.float32)
+    if biases.prior_weights is not None:
+        weights = gl.load(biases.prior_weights + chunk.first + n, mask=visible, other=1.0).to(
+            gl.float32
+        )
         weights = gl.where(weights < 0, 0.0, weights)  # NaN stays
         bias += gl.where(mask, gl.log(weights), 0.0)
     if C.P > 0:
@@ -477,7 +479,7 @@ def store_grad_of_history(
 
 @gluon.jit
 def clear_gradients(grads, samples, num_samples, num_history_rows, C: gl.constexpr):
-    """Set gradients of history rows and of their biases to zero behind the last offset: see
+    """Set gradients of history rows and of prior weights to zero behind the last offset: see
     ``schedule.clear_gradients``. All programs share these rows.
     """
     end = gl.load(samples.offsets + num_samples).to(gl.int64)
@@ -489,9 +491,9 @@ def clear_gradients(grads, samples, num_samples, num_history_rows, C: gl.constex
         step = gl.num_programs(0) * ROWS
         for row in range(end + gl.program_id(0) * ROWS, num_history_rows, step):
             store_rows(grads.history, zeros, row, num_history_rows - row, 0, C.D)
-    if grads.bias is not None:
+    if grads.prior_weights is not None:
         BLOCK: gl.constexpr = 128 * gl.num_warps()
         i = gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
         step = gl.num_programs(0) * BLOCK
         for at in range(end + gl.program_id(0) * BLOCK, num_history_rows, step):
-            gl.store(grads.bias + at + i, 0.0, mask=i < num_history_rows - at)
+            gl.store(grads.prior_weights + at + i, 0.0, mask=i < num_history_rows - at)
