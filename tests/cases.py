@@ -109,9 +109,11 @@ def offsets_of(lengths: Tensor, dtype: torch.dtype, device: torch.device | str) 
 
 
 def make_target_inputs(
-    case: Case, device: torch.device | str, *, bias: bool = True
+    case: Case, device: torch.device | str, *, prior_weights: bool = False
 ) -> dict[str, Tensor]:
-    """Random ``query`` ``[B, T, H, D]``, ``history``, ``offsets`` and ``bias`` of ``case``."""
+    """Random ``query`` ``[B, T, H, D]``, ``history`` and ``offsets`` of ``case``, and
+    ``prior_weights`` if asked for.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = jagged_lengths(case.batch_size, case.max_length, case.lengths, generator)
     num_rows = int(lengths.sum())
@@ -124,8 +126,8 @@ def make_target_inputs(
         "history": draw(num_rows, case.width),
         "offsets": offsets_of(lengths, case.index_dtype, device),
     }
-    if bias:
-        inputs["bias"] = draw(num_rows, case.num_heads)
+    if prior_weights:
+        inputs["prior_weights"] = draw(num_rows).abs()
     return inputs
 
 

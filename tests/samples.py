@@ -20,9 +20,12 @@ def assert_other_samples_never_matter(
     inputs: dict[str, Any],
     grad_out: Tensor,
     lengths: dict[str, list[int]],
+    *,
+    finite: tuple[str, ...] = (),
 ) -> None:
     """Assert that repeated runs are bit-equal, and that samples keep their bits if the third one is
-    NaN, or if it is removed and the others are permuted.
+    NaN, or if it is removed and the others are permuted. In inputs that must be ``finite``, it is
+    one instead of NaN.
 
     ``lengths`` are the numbers of rows of each sample, by the name of an input, of offsets or
     ``"out"``. Gradients of other inputs are sums over samples, and only have to repeat.
@@ -41,7 +44,8 @@ def assert_other_samples_never_matter(
         else:
             fewer[name] = inputs[name][rows_of(name, others)]
             if inputs[name].is_floating_point():
-                poisoned[name] = inputs[name].index_fill(0, rows_of(name, [2]), torch.nan)
+                value = 1 if name in finite else torch.nan
+                poisoned[name] = inputs[name].index_fill(0, rows_of(name, [2]), value)
     whole = outputs_and_gradients(function, inputs, grad_out)
     assert all(torch.isfinite(value).all() for value in whole.values())
     again = outputs_and_gradients(function, inputs, grad_out)

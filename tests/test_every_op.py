@@ -57,11 +57,11 @@ OPS = {
         {"query": ("B", 2, 8), "history": ("N", 8), "position_bias": (5, 2)}
     ),
     "of many targets": Op(
-        {"query": ("B", 3, 2, 8), "history": ("N", 8), "bias": ("N", 2)},
+        {"query": ("B", 3, 2, 8), "history": ("N", 8), "position_bias": (5, 2)},
         name="jagged_target_attention",
     ),
     "of shared queries": Op(
-        {"query": (1, 3, 2, 8), "history": ("N", 8), "bias": ("N", 2)},
+        {"query": (1, 3, 2, 8), "history": ("N", 8), "position_bias": (5, 2)},
         name="jagged_target_attention",
     ),
     "jagged_flash_attention": Op(
@@ -141,7 +141,7 @@ def autocast_dtypes(name, dtypes):
     return [torch.float64 if dtype == torch.float64 else torch.float16 for dtype in dtypes]
 
 
-BIASES = ("bias", "position_bias", "relative_bias")  # which may have any dtype
+BIASES = ("position_bias", "relative_bias")  # which may have any dtype
 
 
 @EVERY_OP

@@ -23,7 +23,7 @@ NUM_BUCKETS = 64  # of positions: four per octave
 
 def make_inputs(case: Case, device: str) -> Inputs:
     """Return targets ``[B, T, E]``, history ``[N, E]`` and the weights of projections."""
-    drawn = make_target_inputs(case, device, bias=False)
+    drawn = make_target_inputs(case, device)
     width = case.width
     shapes = {
         "q_proj_weight": (width, width),

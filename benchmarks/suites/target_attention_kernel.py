@@ -18,7 +18,7 @@ from torchrec_jagged_attn import jagged_target_attention
 
 def make_inputs(case: Case, device: str) -> Inputs:
     """Return query ``[B, T, H, D]`` and history ``[N, D]``."""
-    drawn = make_target_inputs(case, device, bias=False)
+    drawn = make_target_inputs(case, device)
     offsets = drawn.pop("offsets")
     leaves = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
     return Inputs.even(case, leaves, offsets)

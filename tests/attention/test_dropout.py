@@ -139,15 +139,15 @@ def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num
 @pytest.mark.parametrize(
     ("layout", "num_targets", "dtype", "others", "score"),
     [
-        ("own", 1, torch.float32, "bias, positions", "softmax"),
+        ("own", 1, torch.float32, "prior, positions", "softmax"),
         ("own", 1, torch.bfloat16, "", "softmax"),
-        ("own", 9, torch.float16, "bias, positions", "softmax"),
+        ("own", 9, torch.float16, "prior, positions", "softmax"),
         ("own", 9, torch.float32, "", "silu"),
         ("own", 40, torch.float16, "", "softmax"),
-        ("own", 40, torch.float32, "bias, positions", "softmax"),
-        ("shared", 9, torch.bfloat16, "bias, positions", "softmax"),
-        ("jagged", 9, torch.float32, "bias, positions", "softmax"),
-        ("jagged", 9, torch.bfloat16, "bias, positions", "sigmoid"),
+        ("own", 40, torch.float32, "prior, positions", "softmax"),
+        ("shared", 9, torch.bfloat16, "prior, positions", "softmax"),
+        ("jagged", 9, torch.float32, "prior, positions", "softmax"),
+        ("jagged", 9, torch.bfloat16, "positions", "sigmoid"),
     ],
     ids=str,
 )

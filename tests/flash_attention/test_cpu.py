@@ -37,7 +37,7 @@ def inputs_of(lengths, *, targets=1, num_heads=2, width=16, dtype=torch.float32)
 
     inputs = {
         "history": draw(num_rows, width),
-        "bias": draw(num_rows, num_heads),
+        "prior_weights": draw(num_rows).abs(),
         "position_bias": draw(30, num_heads),
         "age_bias": draw(80, num_heads),
         "offsets": offsets_of(torch.tensor(lengths), torch.int64, "cpu"),
@@ -61,7 +61,7 @@ def some_samples(inputs, order):
         bounds = offsets.tolist()
         rows[name] = torch.cat([torch.arange(bounds[b], bounds[b + 1]) for b in order])
     fewer = {**inputs, "query": inputs["query"][rows["query"]]}
-    for name in ("history", "bias", "timestamps"):
+    for name in ("history", "prior_weights", "timestamps"):
         fewer[name] = inputs[name][rows["history"]]
     for name in ("offsets", "query_offsets"):
         if name in inputs:
@@ -74,7 +74,7 @@ def assert_bits_do_not_depend_on_the_batch(inputs, grad_out):
     for order in [[12, 7, 0, 9, 3, 2, 5], [9, 6], [9], [3], [2], [1], [0]]:
         fewer, rows = some_samples(inputs, order)
         results = outputs_and_gradients(jagged_target_attention, fewer, grad_out[rows["query"]])
-        for name in ("out", "query", "history", "bias"):
+        for name in ("out", "query", "history", "prior_weights"):
             of = rows["query" if name in ("out", "query") else "history"]
             assert torch.equal(results[name], whole[name][of]), f"{name} depends on the batch"
 
@@ -203,7 +203,8 @@ def test_attention_over_keys_converts_few_at_a_time():
 
 def test_forward_takes_less_memory_than_the_rows():
     inputs = inputs_of([100] * 500, num_heads=4, width=64)
-    del inputs["position_bias"], inputs["age_bias"], inputs["timestamps"], inputs["bias"]
+    for name in ("position_bias", "age_bias", "timestamps", "prior_weights"):
+        del inputs[name]
     with torch.inference_mode():
         peak = peak_bytes(lambda: jagged_target_attention(**inputs))
     assert peak - inputs["query"].nbytes < inputs["history"].nbytes / 2

@@ -574,19 +574,20 @@ def test_opcheck(device):
     inputs = inputs_of([3, 0, 5], [2, 4, 6], device)
     arguments = [inputs[name].requires_grad_() for name in "qkv"]
     arguments += [inputs["q_offsets"], inputs["kv_offsets"]]
-    biases = [torch.randn(size, 2, device=device, requires_grad=True) for size in (12, 3, 5)]
+    weights = draw_prior_weights(12, device).requires_grad_()
+    bias, *tables, relative_bias = (
+        torch.randn(size, 2, device=device, requires_grad=True) for size in (12, 3, 5, 4)
+    )
     timestamps = torch.arange(12, device=device)
-    relative_bias = torch.randn(4, 2, device=device, requires_grad=True)
     op = torch.ops.torchrec_jagged_attn.flash_attention.default
     dropout = torch.tensor([9, 2**30], device=device)
-    others = (dropout, relative_bias, True, 2, 0.25, True)
-    opcheck(op, (*arguments, *biases, timestamps, None, *others))
-    others = (timestamps, timestamps[3:6], *others)
-    biases[0] = draw_prior_weights(12, device).requires_grad_()
-    opcheck(op, (*arguments, *biases, *others))
+    others = (relative_bias, True, 2, 0.25, True)
+    opcheck(op, (*arguments, None, *tables, timestamps, None, dropout, bias, *others))
+    times = (timestamps, timestamps[3:6])
+    opcheck(op, (*arguments, weights, *tables, *times, dropout, None, *others))
     without_gradients = [x.detach() for x in arguments]
-    opcheck(op, (*without_gradients, *[None] * 7, False, 0, 0.25, False))
-    opcheck(op, (*without_gradients, *[None] * 7, True, 3, 0.25, False))
+    opcheck(op, (*without_gradients, *[None] * 8, False, 0, 0.25, False))
+    opcheck(op, (*without_gradients, *[None] * 8, True, 3, 0.25, False))
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["as-is", "transposed"])

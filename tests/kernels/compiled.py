@@ -141,7 +141,7 @@ def target_with_lse(
         query, zeros(N, width, dtype=dtype), OFFSETS, query_offsets,
         indices=torch.zeros(N, dtype=torch.int64) if jagged else None,
         biases=Biases(
-            bias=torch.ones(N, requires_grad=True),
+            prior_weights=torch.ones(N, requires_grad=True),
             position_bias=zeros(9, 4, dtype=FP32),
             age_bias=zeros(5, 4, dtype=FP32),
             timestamps=torch.zeros(N, dtype=torch.int64),

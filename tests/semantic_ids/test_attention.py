@@ -92,7 +92,7 @@ def test_autocast_casts_all_operands(device):
 def test_biases_and_jagged_queries(device):
     inputs = inputs_of(LENGTHS, device)
     generator = torch.Generator().manual_seed(1)
-    inputs["bias"] = torch.randn(sum(LENGTHS), 2, generator=generator).to(device)
+    inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device)
     inputs["query"] = torch.randn(9, 2, 16, generator=generator).to(device)
     inputs["query_offsets"] = offsets_of(torch.tensor([2, 3, 0, 4, 0]), torch.int32, device)
     assert_right(inputs)

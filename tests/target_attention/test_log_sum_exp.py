@@ -48,7 +48,7 @@ def attend_by_owner(owners, **inputs):
         lengths = torch.bincount(samples[own], minlength=num_samples)
         of_rows = {
             name: inputs[name][own]
-            for name in ("history", "bias", "timestamps", "indices")
+            for name in ("history", "prior_weights", "timestamps", "indices")
             if name in inputs and not (name == "history" and "indices" in inputs)
         }
         args = arguments_of(
@@ -77,10 +77,8 @@ def oracle_of(inputs):
         r, n = (torch.arange(x, device=query.device) for x in (shape[0] * shape[1], num_rows))
         factors = weight_factors(inputs["dropout"], r, n).view(shape)
 
-    def oracle(history, indices=None, bias=None, dropout=None, **others):
-        if bias is not None and bias.dim() == 1:
-            others["prior_weights"], bias = bias, None
-        others |= {"bias": bias, "weight_factors": factors, "return_lse": True}
+    def oracle(history, indices=None, dropout=None, **others):
+        others |= {"weight_factors": factors, "return_lse": True}
         rows = history if indices is None else history[indices]
         return joined(*target_attention_oracle(history=rows, **others))
 
@@ -104,10 +102,8 @@ def make_inputs(
         of_sample = torch.tensor([num_targets + 2, 1, 0, *[num_targets] * (len(lengths) - 3)])
         inputs["query_offsets"] = offsets_of(of_sample, torch.int64, device)
         inputs["query"] = draw(int(of_sample.sum()), num_heads, width)
-    if "bias" not in others:
-        del inputs["bias"]
     if "prior" in others:
-        inputs["bias"] = draw_prior_weights(lengths, device, dtype)
+        inputs["prior_weights"] = draw_prior_weights(lengths, device, dtype)
     if "tables" in others:
         inputs["position_bias"], inputs["age_bias"] = draw(30, num_heads), draw(60, num_heads)
         inputs["timestamps"] = (14 * torch.rand(num_rows, generator=generator)).exp().long()
@@ -138,8 +134,8 @@ CASES = [  # of targets and heads, from one row of queries to more than a block 
     ("own", 1, 1, torch.float32, ""),
     ("own", 1, 1, torch.bfloat16, "prior tables"),
     ("own", 1, 4, torch.float32, "prior tables drops"),
-    ("own", 1, 4, torch.float16, "bias tables"),
-    ("own", 4, 2, torch.float32, "bias indices"),
+    ("own", 1, 4, torch.float16, "tables"),
+    ("own", 4, 2, torch.float32, "indices"),
     ("own", 4, 2, torch.float16, "tables drops indices"),
     ("own", 9, 2, torch.float32, "prior tables drops"),
     ("own", 9, 2, torch.float16, "prior tables indices"),
@@ -147,10 +143,10 @@ CASES = [  # of targets and heads, from one row of queries to more than a block 
     ("own", 10, 4, torch.float16, "prior tables drops"),
     ("own", 40, 2, torch.float16, "prior"),
     ("shared", 9, 2, torch.bfloat16, "tables"),
-    ("jagged", 9, 2, torch.float32, "bias tables drops"),
+    ("jagged", 9, 2, torch.float32, "tables drops"),
     ("jagged", 1, 2, torch.float16, "prior indices"),
     ("own", 3, 2, torch.float64, "prior tables drops"),
-    ("jagged", 2, 2, torch.float64, "bias tables drops indices"),
+    ("jagged", 2, 2, torch.float64, "tables drops indices"),
 ]
 
 
@@ -163,7 +159,7 @@ def test_right(layout, num_targets, num_heads, dtype, others, device):
 def test_owners_of_rows(layout, num_targets, num_heads, dtype, others, device):
     """As if one had them all, and with the same draws."""
     inputs = make_inputs(device, dtype, num_targets, num_heads, others, FEWER, layout=layout)
-    assert_merges(inputs, torch.int32 if "bias" in others else torch.int64)
+    assert_merges(inputs, torch.int32 if "prior" in others else torch.int64)
 
 
 @pytest.mark.parametrize("num_targets", [1, 20])
@@ -177,8 +173,8 @@ def test_owners_of_long_samples(num_targets, device):
 def test_far_scores(num_targets, device):
     """Exponentials of which fp32 does not hold."""
     for added in (-2000.0, 2000.0):
-        inputs = make_inputs(device, torch.float32, num_targets, 2, "bias", FEWER)
-        inputs["bias"] += added
+        inputs = make_inputs(device, torch.float32, num_targets, 2, "tables", FEWER)
+        inputs["position_bias"] += added
         assert_right(inputs)
 
 
@@ -199,7 +195,7 @@ def test_gradient_of_one_alone(num_targets, device):
     """The other's is zero; NaN of a log-sum-exp that is -inf counts nothing."""
     inputs = make_inputs(device, torch.float32, num_targets, 2, "prior", FEWER)
     inputs = {name: x.requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
-    leaves = [inputs[name] for name in ("query", "history", "bias")]
+    leaves = [inputs[name] for name in ("query", "history", "prior_weights")]
     out, lse = attend_with_lse(arguments_of(inputs))
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     grad_lse = grad_lse.masked_fill(lse == -torch.inf, torch.nan)
@@ -219,7 +215,7 @@ ROWS_BEHIND = [1, 70, 900]  # fewer than a tile, about one, and several chunks
 
 def assert_rows_behind_never_matter_to(inputs, num_behind):
     """Outputs of query rows behind the last offset are zeros, and their log-sum-exps ``-inf``."""
-    rows = ["indices" if "indices" in inputs else "history", "bias", "timestamps"]
+    rows = ["indices" if "indices" in inputs else "history", "prior_weights", "timestamps"]
     behind = dict.fromkeys(rows, num_behind)
     if "query_offsets" in inputs:
         behind |= dict.fromkeys(("query", "out"), num_behind)

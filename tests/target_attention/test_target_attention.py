@@ -47,23 +47,22 @@ def inputs_of(lengths, device=CPU, dtype=torch.float32, num_heads=2, num_targets
     return {
         "query": draw(lengths.numel(), num_targets, num_heads, width),
         "history": draw(int(lengths.sum()), width),
-        "bias": draw(int(lengths.sum()), num_heads),
         "offsets": offsets_of(lengths, torch.int64, device),
     }
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("prior", [True, False], ids=["prior", "no-prior"])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.large])
-def test_cases(name, bias, device):
+def test_cases(name, prior, device):
     skip_unless_supported(CASES[name], device)
-    assert_right(make_target_inputs(CASES[name], device, bias=bias))
+    assert_right(make_target_inputs(CASES[name], device, prior_weights=prior))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("prior", [True, False], ids=["prior", "no-prior"])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.large])
-def test_large_cases(name, bias):
-    assert_right(make_target_inputs(CASES[name], "cuda", bias=bias))
+def test_large_cases(name, prior):
+    assert_right(make_target_inputs(CASES[name], "cuda", prior_weights=prior))
 
 
 @pytest.mark.usefixtures("tf32")
@@ -88,8 +87,7 @@ TIMES = [torch.int32, torch.int64, torch.float32, torch.float64]
 def test_ages(layout, times, has_requests, dtype, device):
     """From the newest row; or from the request, which rows may be newer or much older than."""
     num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
-    others = "tables" if has_requests else "bias and tables"
-    inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
+    inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, "tables", device)
     ages = {"timestamps": timestamps.to(times)}
     if has_requests:
         ages["request_time"] = torch.tensor(REQUEST_TIMES, device=device).to(times)
@@ -127,14 +125,14 @@ def inputs_of_layout(layout, num_targets, dtype, others, device):
     """Of attention over LENGTHS, and timestamps.
 
     Query rows are of each sample's own, ``"shared"`` by all, or ``"jagged"``. ``others`` has words
-    for what is added to scores: ``bias``, a table of ``positions``, or all ``tables``.
+    for what is added to scores: ``prior`` weights, a table of ``positions``, or all ``tables``.
     """
     skip_unless_supported(Case("layout", 5, 300, 2, 16, dtype=dtype), device)
     inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
     generator = torch.Generator().manual_seed(1)
     lay_out_queries(inputs, layout, generator)
-    if "bias" not in others:
-        del inputs["bias"]
+    if "prior" in others:
+        inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, dtype)
     if "positions" in others or "tables" in others:
         inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
     if "tables" not in others:
@@ -145,7 +143,7 @@ def inputs_of_layout(layout, num_targets, dtype, others, device):
 
 # Each layout with each dtype, and with tables and without.
 PRIOR_CASES = [
-    ("own", 1, torch.float32, "bias and tables"),
+    ("own", 1, torch.float32, "tables"),
     ("own", 1, torch.bfloat16, "tables"),
     ("own", 3, torch.float32, ""),
     ("own", 3, torch.float16, "tables"),
@@ -157,7 +155,7 @@ PRIOR_CASES = [
     ("own", 40, torch.bfloat16, "tables"),
     ("shared", 9, torch.float32, ""),
     ("shared", 9, torch.bfloat16, "tables"),
-    ("jagged", 9, torch.float32, "bias and tables"),
+    ("jagged", 9, torch.float32, "tables"),
     ("jagged", 9, torch.float16, "tables"),
 ]
 
@@ -176,7 +174,6 @@ def test_prior_weights(layout, num_targets, dtype, others, device):
 def test_prior_weights_at_edges(lengths, device):
     for num_targets in (0, 1, 9):
         inputs = inputs_of(lengths, device, num_targets=num_targets)
-        del inputs["bias"]
         inputs["prior_weights"] = draw_prior_weights(lengths, device)
         assert_right(inputs)
         inputs["prior_weights"].zero_()
@@ -190,7 +187,6 @@ def test_prior_weights_at_edges(lengths, device):
 def test_prior_weights_without_their_gradient(num_targets, device):
     """The other gradients have the same bits."""
     inputs = inputs_of([700, 0, 3], device, torch.float16, num_targets=num_targets)
-    del inputs["bias"]
     weights = draw_prior_weights([700, 0, 3], device)
     grad_out = torch.randn_like(inputs["query"])
     asked = outputs_and_gradients(
@@ -207,11 +203,10 @@ def test_prior_weights_must_be_finite(device, monkeypatch):
     for value in (float("nan"), float("inf")):
         weights = torch.ones(7, device=device)
         weights[3] = value
-        for bias in (None, inputs["bias"]):
-            with pytest.raises(
-                ValueError, match=f"prior_weights must be finite, got {value} at position 3"
-            ):
-                jagged_target_attention(**inputs | {"bias": bias}, prior_weights=weights)
+        with pytest.raises(
+            ValueError, match=f"prior_weights must be finite, got {value} at position 3"
+        ):
+            jagged_target_attention(**inputs, prior_weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -224,11 +219,9 @@ def test_prior_weights_must_be_finite(device, monkeypatch):
     ids=str,
 )
 def test_recency_over_several_chunks(shape, shared, dtype, device):
-    """Without a bias for each row, so that the kernels of ``warp_common.py`` take all of them."""
     num_targets, num_heads, width, length = shape
     skip_unless_supported(Case("recency", 5, length, 2, 16, dtype=dtype), device)
     inputs = inputs_of([length, 0, 3, 64, 1], device, dtype, num_heads, num_targets, width)
-    del inputs["bias"]
     if shared:
         inputs["query"] = inputs["query"][:1].contiguous()
     generator = torch.Generator().manual_seed(1)
@@ -330,7 +323,7 @@ def test_buckets_of_ages(num_targets, dtype, times, device):
 def test_shared_and_jagged_queries(name, layout, device):
     case = CASES[name]
     skip_unless_supported(case, device)
-    inputs = make_target_inputs(case, device)
+    inputs = make_target_inputs(case, device, prior_weights=True)
     if layout == "shared":
         inputs["query"] = inputs["query"][:1].contiguous()
     else:
@@ -378,7 +371,8 @@ def test_one_target_without_its_dimension(device):
     st.integers(1, 3),
 )
 def test_lengths_that_hurt(lengths, num_targets, num_heads):
-    assert_right(inputs_of(lengths, CPU, torch.float16, num_heads, num_targets))
+    inputs = inputs_of(lengths, CPU, torch.float16, num_heads, num_targets)
+    assert_right(inputs | {"prior_weights": draw_prior_weights(lengths, CPU)})
 
 
 @pytest.mark.parametrize(
@@ -399,18 +393,18 @@ def test_more_samples_than_a_grid_dimension_holds(device):
     tail = {
         "query": inputs["query"][last],
         "history": inputs["history"][first_row:],
-        "bias": inputs["bias"][first_row:],
         "offsets": inputs["offsets"][last] - first_row,
     }
     assert_output(out[last], target_attention_oracle, tail)
 
 
-def test_bias_of_minus_infinity_hides_rows(device):
+def test_prior_weights_of_zero_hide_rows(device):
     inputs = inputs_of([5, 70], device)
-    inputs["bias"][[1, 4]] = -torch.inf
-    inputs["bias"][5:70] = -torch.inf  # more than a whole tile before the first visible row
+    inputs["prior_weights"] = torch.ones(75, device=device)
+    inputs["prior_weights"][[1, 4]] = 0
+    inputs["prior_weights"][5:70] = 0  # more than a whole tile before the first visible row
     assert_right(inputs)
-    inputs["bias"][:5] = -torch.inf
+    inputs["prior_weights"][:5] = 0
     results = outputs_and_gradients(
         jagged_target_attention, inputs, torch.ones_like(inputs["query"])
     )
@@ -423,7 +417,6 @@ def test_bias_of_minus_infinity_hides_rows(device):
 def test_a_row_with_all_the_weight_gets_the_whole_gradient(num_targets, width, device):
     """Its weight is one, however much a large score is rounded: in both directions alike."""
     inputs = inputs_of([40], device, num_heads=4, num_targets=num_targets, width=width)
-    del inputs["bias"]
     inputs["query"][:] = 100 * inputs["history"][7]
     grad_out = torch.randn(inputs["query"].shape, generator=torch.Generator().manual_seed(1))
     grad_out = grad_out.to(device)
@@ -434,8 +427,9 @@ def test_a_row_with_all_the_weight_gets_the_whole_gradient(num_targets, width, d
 
 
 def test_bias_shifts_nothing(device):
+    """Its exponential is beyond fp32."""
     inputs = inputs_of([5, 70], device)
-    inputs["bias"] += 128  # exp(128) is past fp32
+    inputs["position_bias"] = torch.linspace(127, 129, 40, device=device).view(20, 2)
     assert_right(inputs)
 
 
@@ -447,10 +441,13 @@ def test_other_samples_never_matter_to_jagged_queries(device):
     generator = torch.Generator().manual_seed(1)
     inputs["query"] = torch.randn(72, 2, 16, generator=generator).to(device)
     inputs["query_offsets"] = offsets_of(torch.tensor(targets), torch.int64, device)
+    inputs["prior_weights"] = draw_prior_weights(rows, device)
     lengths = dict.fromkeys(("query", "out", "query_offsets"), targets)
-    lengths |= dict.fromkeys(("history", "bias", "offsets"), rows)
+    lengths |= dict.fromkeys(("history", "prior_weights", "offsets"), rows)
     grad_out = torch.randn(72, 2, 16, generator=generator).to(device)
-    assert_other_samples_never_matter(jagged_target_attention, inputs, grad_out, lengths)
+    assert_other_samples_never_matter(
+        jagged_target_attention, inputs, grad_out, lengths, finite=("prior_weights",)
+    )
     assert_output(jagged_target_attention(**inputs), target_attention_oracle, inputs)
 
 
@@ -474,7 +471,7 @@ def test_strided_inputs_and_gradients(device):
         **inputs,
         "history": buffer[5:32, 3:19],
         "query": inputs["query"].transpose(2, 3).contiguous().transpose(2, 3),
-        "bias": inputs["bias"].T.contiguous().T,
+        "prior_weights": draw_prior_weights([7, 0, 20], device).repeat_interleave(2)[::2],
     }
     assert not strided["query"].is_contiguous()
     assert_right(strided)
@@ -485,7 +482,6 @@ def test_strided_inputs_and_gradients(device):
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_queries_and_gradients_at_any_address(num_targets, device):
     inputs = inputs_of([7, 0, 700], device, torch.float16, num_targets=num_targets)
-    del inputs["bias"]
 
     def moved(tensor):
         buffer = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
@@ -513,19 +509,21 @@ def test_inference_rounds_as_training_does(num_targets, dtype, no_gradient, devi
 
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize(
-    ("num_targets", "bias", "dtype"),
+    ("num_targets", "prior", "dtype"),
     each_pair([1, 9, 40], [True, False], [torch.float32, torch.float16]),
     ids=str,
 )
-def test_other_samples_never_matter(device, bias, num_targets, dtype):
+def test_other_samples_never_matter(device, prior, num_targets, dtype):
     rows = [3, 0, 130, 17, 1100 if num_targets == 40 else 600]  # of several chunks
     inputs = inputs_of(rows, device, dtype, num_targets=num_targets)
-    if not bias:
-        del inputs["bias"]
+    if prior:
+        inputs["prior_weights"] = draw_prior_weights(rows, device, dtype)
     lengths = dict.fromkeys(("query", "out"), [1] * 5)
-    lengths |= dict.fromkeys(("history", "bias", "offsets"), rows)
+    lengths |= dict.fromkeys(("history", "prior_weights", "offsets"), rows)
     grad_out = torch.randn_like(inputs["query"])
-    assert_other_samples_never_matter(jagged_target_attention, inputs, grad_out, lengths)
+    assert_other_samples_never_matter(
+        jagged_target_attention, inputs, grad_out, lengths, finite=("prior_weights",)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -549,7 +547,7 @@ def arguments_of(inputs, **others):
     return TargetArguments(**dict.fromkeys(TargetArguments._fields) | given | {"biases": biases})
 
 
-def arguments_of_op(inputs, *, jagged=False, **others):
+def arguments_of_op(inputs, *, jagged=False):
     """Likewise, one by one, with all biases of three samples of eight rows and, if ``jagged``, six
     targets.
     """
@@ -561,25 +559,22 @@ def arguments_of_op(inputs, *, jagged=False, **others):
     given = {
         "query": query,
         "query_offsets": query_offsets,
-        "bias": torch.randn(8, 2, device=device, requires_grad=True),
+        "prior_weights": draw_prior_weights([3, 0, 5], device).requires_grad_(),
         "position_bias": torch.randn(3, 2, device=device, requires_grad=True),
         "age_bias": torch.randn(5, 2, device=device, requires_grad=True),
         "timestamps": torch.arange(8, device=device),
         "request_time": torch.tensor([9, 0, 6], device=device) if jagged else None,
         "dropout": torch.tensor([9, 2**30], device=device),
     }
-    return flatten(arguments_of(inputs, **given | others))
+    return flatten(arguments_of(inputs, **given))
 
 
-@pytest.mark.parametrize(
-    ("jagged", "prior"), [(False, True), (True, False)], ids=["dense-prior", "jagged-bias"]
-)
+@pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
 @pytest.mark.parametrize("name", ["target_attention", "target_attention_with_lse"])
-def test_opcheck(device, name, jagged, prior):
+def test_opcheck(device, name, jagged):
     inputs = inputs_of([3, 0, 5], device, num_targets=2)
-    bias = draw_prior_weights([3, 0, 5], device) if prior else inputs["bias"]
     inputs["history"].requires_grad_()
-    arguments = arguments_of_op(inputs, jagged=jagged, bias=bias.requires_grad_())
+    arguments = arguments_of_op(inputs, jagged=jagged)
     opcheck(getattr(torch.ops.torchrec_jagged_attn, name).default, arguments)
 
 
@@ -587,15 +582,13 @@ def test_opcheck(device, name, jagged, prior):
 def test_compiles_once_for_all_batches(device):
     counter = CompileCounter()
     compiled = torch.compile(jagged_target_attention, backend=counter, fullgraph=True, dynamic=True)
-    for kind, others in enumerate(("bias", "bias and prior weights", "prior weights")):
+    for has_prior_weights in (False, True):
         for lengths in ([3, 4, 1], [9, 0, 2, 5], [2, 30, 1, 5, 8]):
             inputs = inputs_of(lengths, device)
-            if "bias" not in others:
-                del inputs["bias"]
-            if "prior weights" in others:
+            if has_prior_weights:
                 inputs["prior_weights"] = draw_prior_weights(lengths, device)
             assert torch.equal(compiled(**inputs), jagged_target_attention(**inputs))
-        assert counter.frame_count == 1 + kind
+        assert counter.frame_count == 1 + has_prior_weights
 
 
 def on_every_kernel(test):
@@ -615,7 +608,6 @@ with_shared_queries = pytest.mark.parametrize("shared", [False, True], ids=["own
 def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
     """Those of :func:`on_every_kernel`, and a gradient of the output."""
     inputs = inputs_of(lengths, "cuda", dtype, num_targets=num_targets, width=width)
-    del inputs["bias"]
     grad_out = torch.randn_like(inputs["query"])
     if shared:
         inputs["query"] = inputs["query"][:1].contiguous()
@@ -695,7 +687,6 @@ def test_more_elements_than_int32_counts():
 @pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
 def test_inference_takes_memory_for_the_output_alone(no_gradient):
     inputs = inputs_of([2] * 4096, "cuda", torch.bfloat16, 4, num_targets=8, width=64)
-    del inputs["bias"]
     with no_gradient():
         jagged_target_attention(**inputs)  # compiles
         torch.cuda.reset_peak_memory_stats()
@@ -723,7 +714,7 @@ AGES = {"age_bias": torch.zeros(5, 2), "timestamps": torch.zeros(7, dtype=torch.
         ({"history": [[0.0] * 8] * 7}, TypeError, "history must be a tensor, got a list"),
         ({"offsets": [0, 3, 7]}, TypeError, "offsets must be a tensor, got a list"),
         ({"query_offsets": [0, 3, 7]}, TypeError, "query_offsets must be a tensor, got a list"),
-        ({"bias": 1.0}, TypeError, "bias must be a tensor, got a float"),
+        ({"position_bias": 1.0}, TypeError, "position_bias must be a tensor, got a float"),
         ({"query": torch.zeros(2, 8)}, ValueError, r"query must have shape \[B, T, H, D\]"),
         ({"query": torch.zeros(3, 2, 8)}, ValueError, r"\[B, H, D\] = \[2, any, any\], got \[3, 2"),
         ({"query": torch.zeros(2, 2, 8, dtype=torch.int64)}, TypeError, "query must be one of"),
@@ -743,8 +734,12 @@ AGES = {"age_bias": torch.zeros(5, 2), "timestamps": torch.zeros(7, dtype=torch.
             ValueError,
             "history must be on cpu as que",
         ),
-        ({"bias": torch.zeros(7, 3)}, ValueError, r"bias must have shape \[N, H\] = \[7, 2\], got"),
-        ({"bias": torch.zeros(7, 2).long()}, TypeError, "bias must be one of"),
+        (
+            {"position_bias": torch.zeros(7, 3)},
+            ValueError,
+            r"position_bias must have shape \[P, H\] = \[any, 2\], got",
+        ),
+        ({"position_bias": torch.zeros(7, 2).long()}, TypeError, "position_bias must be one of"),
         (
             {"request_time": torch.zeros(2)},
             ValueError,

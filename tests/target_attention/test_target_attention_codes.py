@@ -119,7 +119,9 @@ def test_edges(lengths, device):
 def test_every_byte(device):
     """Codes of all bytes that there are: of some rows a sample, a head attends to each."""
     num_heads = 8 if device.type == "cuda" else 32
-    heads = torch.arange(num_heads, device=device)
+    # Ages of 2^n - 1, in bucket 4n
+    age_bias = torch.full((4 * num_heads, num_heads), -1e4, device=device)
+    age_bias[::4].fill_diagonal_(0)
     for num_levels in range(3, 256, 2):
         width = PackedCodes(1, num_levels).codes_per_byte
         ids, count = PackedCodes(width, num_levels), num_levels**width
@@ -128,7 +130,8 @@ def test_every_byte(device):
         offsets = torch.arange(0, count + num_heads, num_heads, device=device).clamp(max=count)
         out = jagged_target_attention(
             torch.zeros(len(offsets) - 1, num_heads, width + 1, device=device), packed, offsets,
-            bias=torch.where(rows.unsqueeze(1) % num_heads == heads, 0.0, -1e4),
+            age_bias=age_bias, timestamps=1 - 2 ** (rows % num_heads),
+            request_time=torch.zeros(len(offsets) - 1, dtype=torch.int64, device=device),
             num_levels=num_levels,
         )  # fmt: skip
         codes = ids.unpack(packed)

@@ -30,11 +30,11 @@ SOME_ALONE = 2000  # rows: with LENGTHS, most indices that occur, occur once
 
 
 def by_index(lengths, device=CPU, dtype=torch.float32, num_rows=20, index_dtype=None, **shape):
-    """Random inputs without a bias, over ``num_rows`` rows. Every third row is NaN, and its index
+    """Random inputs over ``num_rows`` rows. Every third row is NaN, and its index
     does not occur; the others occur equally often in the mean.
     """
     inputs = inputs_of(lengths, device, dtype, **shape)
-    num_indices = inputs.pop("bias").shape[0]
+    num_indices = inputs["history"].shape[0]
     generator = torch.Generator().manual_seed(2)
     history = torch.randn(num_rows, inputs["history"].shape[1], generator=generator)
     history[2::3] = torch.nan
@@ -59,7 +59,7 @@ FUNCTIONS = jagged_target_attention, of_copies(target_attention_oracle)
 
 
 def of_distinct_rows(query, history, offsets, indices):
-    """Attention over each sample's distinct rows, where ``n`` equal indices are a bias ``log n``.
+    """Attention over each sample's distinct rows, where ``n`` equal indices are a prior weight.
 
     The tolerance rule takes the errors of copies for independent. Those of one row are alike.
     """
@@ -67,9 +67,10 @@ def of_distinct_rows(query, history, offsets, indices):
     cells = torch.repeat_interleave(offsets.diff()) * shape[1] + indices
     counts = torch.bincount(cells, minlength=shape[0] * shape[1]).view(shape)
     samples, rows = counts.nonzero(as_tuple=True)
-    bias = counts[samples, rows].to(query.dtype).log().unsqueeze(1).expand(-1, query.shape[-2])
+    weights = counts[samples, rows].to(query.dtype)
     offsets = F.pad((counts > 0).sum(1).cumsum(0), (1, 0))
-    return target_attention_oracle(query, history.index_select(0, rows), offsets, bias=bias)
+    distinct = history.index_select(0, rows)
+    return target_attention_oracle(query, distinct, offsets, prior_weights=weights)
 
 
 def assert_right(inputs, timestamps=None, **options):
@@ -77,7 +78,7 @@ def assert_right(inputs, timestamps=None, **options):
 
 
 TARGETS = {"one-target": 1, "many-targets": 40}  # of a layout; 9 of others
-BIASES = ["none", "bias and tables", "prior weights and ages"]
+BIASES = ["none", "tables", "prior weights and ages"]
 
 
 def lay_out(inputs, layout, biases):
@@ -86,8 +87,7 @@ def lay_out(inputs, layout, biases):
     generator = torch.Generator().manual_seed(1)
     timestamps = None
     lay_out_queries(inputs, layout, generator)
-    if biases == "bias and tables":
-        inputs["bias"] = torch.randn(368, 2, generator=generator).to(device, dtype)
+    if biases == "tables":
         inputs["position_bias"] = torch.randn(20, 2, generator=generator).to(device, dtype)
     if biases == "prior weights and ages":
         inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, dtype)
@@ -120,7 +120,7 @@ def test_right(layout, biases, dtype, index_dtype, device):
 def test_ages_from_the_request(layout, device):
     inputs = by_index(LENGTHS, device, num_rows=SOME_ALONE, num_targets=TARGETS.get(layout, 9))
     request_time = torch.tensor(REQUEST_TIMES, device=device)
-    inputs, timestamps = lay_out(inputs, layout, "bias and tables")
+    inputs, timestamps = lay_out(inputs, layout, "tables")
     assert_right(inputs, timestamps, request_time=request_time)
 
 
@@ -394,8 +394,9 @@ def test_errors_name_the_argument(indices, error, message):
 
 def test_biases_are_of_places(device):
     inputs = by_index([3, 4], device, num_rows=4)
-    with pytest.raises(ValueError, match=r"bias must have shape \[N, H\] = \[7, 2\], got \[4, 2\]"):
-        jagged_target_attention(**inputs, bias=torch.zeros(4, 2, device=device))
+    message = r"prior_weights must have shape \[N\] = \[7\], got \[4\]"
+    with pytest.raises(ValueError, match=message):
+        jagged_target_attention(**inputs, prior_weights=torch.ones(4, device=device))
 
 
 @pytest.mark.gpu

@@ -202,8 +202,8 @@ def _attend(
     q, k, v = qkv.unbind(1)
     biases = Biases(prior_weights, dropout=draw_dropout(threshold, q.device))
     inputs = (
-        q, k, v, offsets, offsets, *biases, relative_bias, causal, 0 if window is None else window,
-        1 / math.sqrt(width), False,
+        q, k, v, offsets, offsets, *biases, None, relative_bias, causal,
+        0 if window is None else window, 1 / math.sqrt(width), False,
     )  # fmt: skip
     if is_scripting():
         out, _ = _flash_attention_packet(*inputs)

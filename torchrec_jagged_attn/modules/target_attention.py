@@ -475,7 +475,7 @@ def _attend(
                 f"got {dtype}"
             )
         if isinstance(history, RemoteHistory):
-            if biases.bias is not None and biases.bias.requires_grad:
+            if biases.prior_weights is not None and biases.prior_weights.requires_grad:
                 raise NotImplementedError(
                     "prior_weights must require no gradient where "
                     "HistoryEmbeddingCollectionSharder leaves rows of histories on other ranks, "
@@ -536,15 +536,15 @@ def _attend_to_rows(
                 shape[0], num_targets, absorbed_query.shape[1], absorbed_query.shape[2]
             )
         pooled = _target_attention(
-            query, rows, offsets, target_offsets, indices, biases.bias, biases.position_bias,
-            biases.age_bias, biases.timestamps, biases.request_time, biases.dropout, None, None,
-            (q.shape[1] // options.num_heads) ** -0.5, options.score,
+            query, rows, offsets, target_offsets, indices, biases.prior_weights,
+            biases.position_bias, biases.age_bias, biases.timestamps, biases.request_time,
+            biases.dropout, None, None, (q.shape[1] // options.num_heads) ** -0.5, options.score,
             options.num_levels, torch.is_grad_enabled(),
         )[0]  # fmt: skip
         values = project_values(pooled.view(absorbed_query.shape).to(dtype), projections.value)
     has_rows: Tensor | None = None
     if projections.value_bias is not None:
-        has_rows = has_history(offsets, biases.bias, target_offsets, q.shape[0])
+        has_rows = has_history(offsets, biases.prior_weights, target_offsets, q.shape[0])
     out = project_outputs(values, has_rows, projections)
     if behind is not None:
         out = out.masked_fill(behind, 0)
@@ -572,9 +572,9 @@ def _attend_to_keys(
         target_offsets = torch.arange(shape[0] + 1, device=rows.device) * num_targets
     return _flash_attention(
         q.to(rows.dtype).view(-1, num_heads, head_dim), k.view(-1, num_heads, head_dim),
-        v.reshape(-1, num_heads, head_dim), target_offsets, offsets, biases.bias,
+        v.reshape(-1, num_heads, head_dim), target_offsets, offsets, biases.prior_weights,
         biases.position_bias, biases.age_bias, biases.timestamps, biases.request_time,
-        biases.dropout, None, False, 0, head_dim**-0.5, False,
+        biases.dropout, None, None, False, 0, head_dim**-0.5, False,
     )[0].flatten(1)  # fmt: skip
 
 

@@ -166,7 +166,7 @@ def test_gradients_in_halves_of_one_tensor(width, hopper):
     inputs = inputs_of([3, 40, 70], [20, 64, 5], device, torch.float16, width=width)
     args = FlashArguments(
         *(inputs[name] for name in ("q", "k", "v", "q_offsets", "kv_offsets")), Biases(),
-        relative_bias=None, causal=False, window=0, scale=0.2, needs_stats=True,
+        bias=None, relative_bias=None, causal=False, window=0, scale=0.2, needs_stats=True,
     )  # fmt: skip
     outputs = flash_attention.forward(args)
 

@@ -20,7 +20,6 @@ HALF = Call(
     width=64,
     value_width=64,
     has_bias=False,
-    has_prior_weights=False,
     has_dropout=False,
     position_buckets=0,
     age_buckets=0,

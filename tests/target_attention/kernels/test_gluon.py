@@ -52,11 +52,8 @@ def launched():
 
 
 def make_inputs(lengths, dtype, num_heads=2, num_targets=1, width=16, num_positions=0, num_ages=0):
-    """Inputs with tables of so many positions and ages in place of a bias of each row, and
-    timestamps for them.
-    """
+    """Inputs with tables of so many positions and ages, and timestamps for them."""
     inputs = inputs_of(lengths, CPU, dtype, num_heads, num_targets, width)
-    del inputs["bias"]
     generator = torch.Generator().manual_seed(1)
     timestamps = None
     if num_positions:
@@ -151,7 +148,6 @@ def test_tables_of_few_buckets(seed, launched):
     """One bucket has most rows of a sample, whose gradients of scores sum to zero."""
     generator = torch.Generator().manual_seed(seed)
     inputs = inputs_of([600, 0, 40], CPU)
-    del inputs["bias"]
     for name in ("query", "history"):
         inputs[name] = torch.randn(inputs[name].shape, generator=generator)
     inputs["position_bias"] = torch.randn(1 + seed, 2, generator=generator)
@@ -193,13 +189,6 @@ def test_warpgroup_with_scores_far_apart(step):
     with gluon_in_numpy(multiprocessors=1) as launched:
         assert_right(inputs)
     assert "warpgroup_forward" in launched
-
-
-def test_bias_of_each_row(launched):
-    inputs = inputs_of(LENGTHS, CPU, torch.float16, num_heads=3)
-    inputs["position_bias"] = torch.ones(5, 3).half()
-    assert_right(inputs)
-    assert "one_warp_backward" in launched
 
 
 @pytest.mark.parametrize(
@@ -307,7 +296,7 @@ def test_repeats_are_bit_equal(dtype, launched):
 @pytest.mark.parametrize("for_backward", [False, True])
 def test_without_a_gradient_nothing_is_stored_for_it(for_backward, launched):
     inputs = inputs_of([500, 0, 40], CPU, torch.float16)
-    arguments = flatten(arguments_of(inputs, bias=None, for_backward=for_backward))
+    arguments = flatten(arguments_of(inputs, for_backward=for_backward))
     out, residual, _ = torch.ops.torchrec_jagged_attn.target_attention(*arguments)
     assert torch.isfinite(out).all()
     assert residual.numel() == (out.numel() if for_backward else 0)
@@ -363,7 +352,7 @@ def test_dropout_of_rows_by_index(launched):
     ("num_targets", "dtype", "others", "path"),
     [
         (1, torch.float16, "prior tables drops", "one_warp"),
-        (1, torch.float32, "bias tables", "one_warp"),
+        (1, torch.float32, "tables", "one_warp"),
         (4, torch.float32, "prior tables drops indices", "one_warp"),
         (9, torch.float16, "prior tables drops", "warpgroup"),
         (20, torch.float16, "prior", "warpgroup"),

@@ -14,8 +14,7 @@ elementwise ``s · σ(s)`` or ``σ(s)``, where σ is the logistic function.
 class Biases(NamedTuple):
     """Biases of the scores of ``H`` heads and ``N`` keys, and dropout of their weights."""
 
-    # [N, H]; or [N] prior weights, whose logarithm is the bias of all heads
-    bias: Tensor | None = None
+    prior_weights: Tensor | None = None  # [N], whose logarithms are added for all heads
     # [P, H], by the bucket of a row's position from the end of its sample
     position_bias: Tensor | None = None
     age_bias: Tensor | None = None  # [A, H], by the bucket of a row's age
@@ -24,8 +23,3 @@ class Biases(NamedTuple):
     request_time: Tensor | None = None
     # [2] int64, seed and threshold, see ``attention/dropout.py``
     dropout: Tensor | None = None
-
-    @property
-    def are_prior_weights(self) -> bool:
-        """Whether ``bias`` is ``[N]`` prior weights."""
-        return self.bias is not None and self.bias.dim() == 1

@@ -87,12 +87,12 @@ def check_biases(
     num_rows: int,
     num_samples: int,
     biases: Biases,
-    prior_weights: Tensor | None,
+    bias: Tensor | None = None,
     relative_bias: Tensor | None = None,
 ) -> None:
     """Check the biases of ``num_rows`` keys, in ``num_samples``, for the heads of ``query``."""
     num_heads = query.shape[-2]
-    bias, position_bias, age_bias, timestamps, request_time, *_ = biases
+    prior_weights, position_bias, age_bias, timestamps, request_time, *_ = biases
     if bias is not None:
         check_shape(bias, "bias", "[N, H]", (num_rows, num_heads))
         check_float(bias, "bias")

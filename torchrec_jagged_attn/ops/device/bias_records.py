@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class Biases(NamedTuple):
     """Biases of scores, and dropout. The first six fields are as in ``arguments.Biases``."""
 
-    bias: Any
+    prior_weights: Any
     position_bias: Any
     age_bias: Any
     timestamps: Any
@@ -17,5 +17,6 @@ class Biases(NamedTuple):
     # [N] and [B], see ``TargetArguments``; only in target attention
     row_numbers: Any = None
     row_number_ends: Any = None
+    bias: Any = None  # [ΣLk, H], only in flash attention
     # [H, 2 · max_distance] fp32, see ``distance_bias.py``; only in flash attention
     by_distance: Any = None

@@ -77,18 +77,17 @@ def load_bias(biases, offsets_ptr, sample, n, visible, r, count, C: tl.constexpr
     """Return the sum of all biases of the history rows ``n`` for the query rows ``r``.
 
     ``n`` and ``r`` broadcast. ``biases`` are ``records.Biases``; C are the ``Constants`` of either
-    attention. With C.PRIOR, ``biases.bias`` are prior weights, whose logarithms are added for all
-    heads: ``-inf`` for weights of zero or less. Query rows from ``count`` on have a bias of zero,
-    since they have no maximum to subtract.
+    attention. The logarithms of prior weights are ``-inf`` for weights of zero or less. Query rows
+    from ``count`` on have a bias of zero, since they have no maximum to subtract.
     """
     mask = visible & (r < count)
     head = (r % C.H).to(tl.int32)
     bias = 0.0
-    if C.PRIOR:
+    if biases.prior_weights is not None:
         # Loaded per query row as well: Triton miscompiles a broadcast of one column of weights.
-        weights = tl.load(biases.bias + n + head * 0, mask=mask, other=1.0)
+        weights = tl.load(biases.prior_weights + n + head * 0, mask=mask, other=1.0)
         bias += tl.log(tl.where(weights < 0, 0.0, weights.to(tl.float32)))  # NaN stays
-    elif biases.bias is not None:
+    if biases.bias is not None:
         bias += tl.load(biases.bias + n * C.H + head, mask=mask, other=0.0).to(tl.float32)
     if C.P > 0 or C.A > 0:
         position_index, age_index = row_buckets(n, visible, offsets_ptr, biases, sample, C)

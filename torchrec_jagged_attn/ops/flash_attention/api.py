@@ -29,7 +29,7 @@ from torchrec_jagged_attn.ops.attention.checks import (
     refuse_options,
 )
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
-from torchrec_jagged_attn.ops.attention.prior_weights import bias_gradient, bias_or_prior_weights
+from torchrec_jagged_attn.ops.attention.prior_weights import prior_weights_gradient
 from torchrec_jagged_attn.ops.flash_attention import cpu
 from torchrec_jagged_attn.ops.flash_attention.arguments import (
     FlashArguments,
@@ -119,12 +119,12 @@ def jagged_flash_attention(
               + P_{\beta(position_j), h} + A_{\beta(age_j), h} + \log w_j
               + R_{\beta(|distance_{ij}|), h})
 
-    A row without a visible key gives zeros. Nothing is padded. The
-    first three biases and the prior weights :math:`w_j` belong to a key row, as in
-    :func:`jagged_target_attention`. Positions are counted from the last
-    key of the sample, ages from its ``request_time``, by default the time of its last key. The last
-    bias depends on the distance between query and key in rows, where both sides end together:
-    :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave.
+    A row without a visible key gives zeros. Nothing is padded. The first three biases and the prior
+    weights :math:`w_j` belong to a key row. Positions are counted from the last key of the sample,
+    ages from its ``request_time``, by default the time of its last key. The last bias depends on
+    the distance between query and key in rows, where both sides end together:
+    :math:`distance_{ij} = (i + L_k - L_q) - j`. :math:`\beta` makes four buckets per octave, as in
+    :func:`jagged_target_attention`.
 
     One sample never affects another, whatever its rows hold. Within a sample, NaN and infinity can
     spread as in any attention: a masked key has a weight of zero, and 0 · NaN is NaN.
@@ -205,8 +205,8 @@ def jagged_flash_attention(
     check_width(v.shape[2], "v")
     check_same(q, "q", dtype=True, k=k, v=v)
     check_same(q, "q", dtype=False, q_offsets=q_offsets, kv_offsets=kv_offsets)
-    biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
-    check_biases(q, "q", k.shape[0], kv_offsets.numel() - 1, biases, prior_weights, relative_bias)
+    biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
+    check_biases(q, "q", k.shape[0], kv_offsets.numel() - 1, biases, bias, relative_bias)
     if q.shape[1] == 0:
         raise ValueError(f"q must have at least one head, got {list(q.shape)}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
@@ -219,9 +219,8 @@ def jagged_flash_attention(
     dropped_weights = draw_dropout(dropout_threshold(dropout, "dropout"), q.device)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else check_number(scale, "scale")
     arguments = (
-        q, k, v, q_offsets, kv_offsets,
-        bias_or_prior_weights(bias, prior_weights, kv_offsets), position_bias, age_bias, timestamps,
-        request_time, dropped_weights, relative_bias, causal, window or 0, scale, return_lse,
+        q, k, v, q_offsets, kv_offsets, prior_weights, position_bias, age_bias, timestamps,
+        request_time, dropped_weights, bias, relative_bias, causal, window or 0, scale, return_lse,
     )  # fmt: skip
     if not return_lse:
         return call_flash_attention(*arguments)
@@ -237,9 +236,9 @@ def _check_values(args: FlashArguments) -> None:
     check_offsets_values(args.q_offsets, num_queries, "q_offsets", exact=False)
     if args.kv_offsets is not args.q_offsets or num_keys != num_queries:
         check_offsets_values(args.kv_offsets, num_keys, "kv_offsets", exact=False)
-    bias = args.biases.bias
-    if bias is not None and args.biases.are_prior_weights:
-        check_finite(bias, "prior_weights", offsets=args.kv_offsets)
+    prior_weights = args.biases.prior_weights
+    if prior_weights is not None:
+        check_finite(prior_weights, "prior_weights", offsets=args.kv_offsets)
 
 
 def forward(args: FlashArguments) -> FlashOutputs:
@@ -251,26 +250,18 @@ def _backward(
     grad_out: Tensor, args: FlashArguments, outputs: FlashOutputs, needs: FlashArguments
 ) -> FlashGradients:
     grad_k, grad_v = (x.new_empty(x.shape) for x in (args.k, args.v))
-    return backward(grad_out, args, outputs, grad_k, grad_v, bool(needs.biases.bias))
-
-
-def backward(
-    grad_out: Tensor,
-    args: FlashArguments,
-    outputs: FlashOutputs,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    needs_bias: bool,
-) -> FlashGradients:
-    """Gradients of :func:`forward`, with the gradient of ``bias`` if ``needs_bias``.
-
-    The gradients of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be
-    strided, for example two halves of one tensor.
-    """
-    implementation = implementation_of(args.q, cpu, kernels)
-    grads = implementation.backward(grad_out, args, outputs, grad_k, grad_v, needs_bias)
-    grad_bias = bias_gradient(grads.bias, args.biases.bias) if needs_bias else None
-    return grads._replace(bias=grad_bias)
+    bias = args.bias if needs.bias else None
+    prior_weights = args.biases.prior_weights if needs.biases.prior_weights else None
+    needs_bias = bias is not None or prior_weights is not None
+    grads = implementation_of(args.q, cpu, kernels).backward(
+        grad_out, args, outputs, grad_k, grad_v, needs_bias
+    )
+    grad_bias = grad_weights = None
+    if prior_weights is not None:
+        grad_weights = prior_weights_gradient(grads.bias, prior_weights)
+    if bias is not None:
+        grad_bias = grads.bias.to(bias.dtype)
+    return grads._replace(prior_weights=grad_weights, bias=grad_bias)
 
 
 def _flops(args: FlashArguments, needs: FlashArguments | None) -> int:

@@ -23,6 +23,7 @@ class FlashArguments(NamedTuple):
     q_offsets: Tensor
     kv_offsets: Tensor
     biases: Biases  # of keys
+    bias: Tensor | None  # [ΣLk, H]
     relative_bias: Tensor | None  # [R, H], by the bucket of the distance of a query and a key
     causal: bool
     window: int  # maximum number of keys that a query attends to; 0 for all
@@ -46,14 +47,15 @@ def new_outputs(args: FlashArguments) -> FlashOutputs:
 
 
 class FlashGradients(NamedTuple):
-    """Gradients of ``flash_attention``. ``bias`` of prior weights is the gradient of their
-    logarithms, in fp32.
+    """Gradients of ``flash_attention``. Implementations return ``bias`` alone, also if there are
+    prior weights: ``api.py`` computes the gradient of prior weights from it.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor | None
     bias: Tensor | None
+    prior_weights: Tensor | None
     position_bias: Tensor | None
     age_bias: Tensor | None
     relative_bias: Tensor | None

@@ -98,7 +98,8 @@ def backward(
     The gradients of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``. Without ``grad_v``,
     ``k`` must be ``v``, and the sum of both gradients is written into ``grad_k``. With ``indices``,
     it is added to ``grad_k``, in the dtype of sums. Gradients of rows behind the last offset are
-    zeros. For prior weights, ``bias`` is the gradient of their logarithms, ``[N, H]``.
+    zeros. ``bias``, in the dtype of sums, is also the gradient of the logarithms of prior weights,
+    by head.
     """
     x, (position_bucket, age_bucket) = _operands(args, options)
     biases, relative_bias = args.biases, args.relative_bias
@@ -120,15 +121,20 @@ def backward(
     grad_q = extension.library().backward(
         grad_out, grad_lse, *x, written_k, written_v, grad_bias_HN, grad_distance_bias
     )
-    grad_bias_NH = None if grad_bias_HN is None else grad_bias_HN.T.contiguous()
+    grad_bias_NH = grad_bias = None
+    if grad_bias_HN is not None:
+        grad_bias_NH = grad_bias_HN.T.contiguous()
+        num_rows = (args.k if options.indices is None else options.indices).shape[0]
+        grad_bias = F.pad(grad_bias_NH, (0, 0, 0, num_rows - len(grad_bias_NH)))
     return FlashGradients(
         q=grad_q.mul_(args.scale).to(args.q.dtype),
         k=grad_k,
         v=grad_v,
-        bias=_with_rows_behind(_bias_gradient(grad_bias_NH, None, biases.bias), biases.bias),
-        position_bias=_bias_gradient(grad_bias_NH, position_bucket, biases.position_bias),
-        age_bias=_bias_gradient(grad_bias_NH, age_bucket, biases.age_bias),
-        relative_bias=_bias_gradient(grad_distance_bias, distance_bucket, relative_bias),
+        bias=grad_bias,
+        prior_weights=None,
+        position_bias=_table_gradient(grad_bias_NH, position_bucket, biases.position_bias),
+        age_bias=_table_gradient(grad_bias_NH, age_bucket, biases.age_bias),
+        relative_bias=_table_gradient(grad_distance_bias, distance_bucket, relative_bias),
     )
 
 
@@ -141,15 +147,20 @@ def _operands(
     q, k, v, q_offsets, kv_offsets = args[:5]
     dtype = compute_dtype(q)
     num_keys, ends = int(kv_offsets[-1]), options.row_number_ends
-    indices, numbers, bias, timestamps = (
+    indices, numbers, bias, prior_weights, timestamps = (
         None if x is None else x[:num_keys]
-        for x in (options.indices, options.row_numbers, args.biases.bias, args.biases.timestamps)
-    )
+        for x in (
+            options.indices, options.row_numbers, args.bias, args.biases.prior_weights,
+            args.biases.timestamps,
+        )
+    )  # fmt: skip
     if indices is None:
         first_k = k[:num_keys]
         k, v = first_k, first_k if v is k else v[:num_keys]
-    biases = args.biases._replace(bias=bias, timestamps=timestamps)
-    bias_HN, buckets = bias_of_keys(dtype, q.shape[1], kv_offsets, num_keys, biases, numbers, ends)
+    biases = args.biases._replace(prior_weights=prior_weights, timestamps=timestamps)
+    bias_HN, buckets = bias_of_keys(
+        dtype, q.shape[1], kv_offsets, num_keys, biases, bias, numbers, ends
+    )
     distance_bias = _distance_bias(args.relative_bias, q_offsets, kv_offsets, dtype)
     return _Operands(
         (q.to(dtype) * args.scale).contiguous(), k, v, q_offsets, kv_offsets, indices, bias_HN,
@@ -177,6 +188,7 @@ def bias_of_keys(
     kv_offsets: Tensor,
     num_keys: int,
     biases: Biases,
+    bias: Tensor | None = None,
     row_numbers: Tensor | None = None,
     row_number_ends: Tensor | None = None,
 ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
@@ -184,12 +196,12 @@ def bias_of_keys(
 
     Supports any device, and does not synchronize with it.
     """
-    bias, position_bias, age_bias, timestamps, request_time, _ = biases
+    prior_weights, position_bias, age_bias, timestamps, request_time, _ = biases
     positions = ages = None
     terms = [] if bias is None else [bias.to(dtype)]
-    if bias is not None and biases.are_prior_weights:
-        logs = bias.to(compute_dtype(bias)).clamp(min=0).log().to(dtype)
-        terms = [logs.unsqueeze(1).expand(-1, num_heads)]
+    if prior_weights is not None:
+        logs = prior_weights.to(compute_dtype(prior_weights)).clamp(min=0).log().to(dtype)
+        terms.append(logs.unsqueeze(1).expand(-1, num_heads))
     if position_bias is not None or age_bias is not None:
         samples = sample_ids(kv_offsets, num_keys)
         if position_bias is not None:
@@ -222,32 +234,20 @@ def _age_buckets(reference: Tensor, times: Tensor, num_buckets: int) -> Tensor:
     return _recency_buckets(ages, num_buckets).masked_fill_(ages < 0, num_buckets - 1)
 
 
-def _bias_gradient(
-    grad_NH: Tensor | None, bucket: Tensor | None, x: Tensor | None
+def _table_gradient(
+    grad_NH: Tensor | None, bucket: Tensor | None, table: Tensor | None
 ) -> Tensor | None:
-    """Return the gradient of the bias ``x`` of rows or, with ``bucket``, of a table of buckets."""
-    if grad_NH is None or x is None:
+    """Return the gradient of a bias table, from the gradients of rows and their buckets."""
+    if grad_NH is None or bucket is None or table is None:
         return None
-    if x.dim() == 1:  # prior weights
-        return grad_NH
-    if bucket is not None:
-        grad_NH = grad_NH.new_zeros(x.shape, dtype=torch.float64).index_add_(
-            0, bucket, grad_NH.double()
-        )
-    return grad_NH.to(x.dtype)
+    sums = grad_NH.new_zeros(table.shape, dtype=torch.float64)
+    return sums.index_add_(0, bucket, grad_NH.double()).to(table.dtype)
 
 
 def _without_rows_behind(grad: Tensor, num_rows: int) -> Tensor:
     """Set all rows of ``grad`` behind the first ``num_rows`` to zero, and return the first."""
     grad[num_rows:].zero_()
     return grad[:num_rows]
-
-
-def _with_rows_behind(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """Pad ``grad`` with zeros to the number of rows of ``x``."""
-    if grad is None or x is None or len(grad) == len(x):
-        return grad
-    return F.pad(grad, (0, 0, 0, len(x) - len(grad)))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -39,8 +39,7 @@ class Call(NamedTuple):
     num_key_heads: int  # heads of keys and values
     width: int  # width of queries and keys
     value_width: int  # width of values
-    has_bias: bool  # whether there is a ``bias``, which may be prior weights
-    has_prior_weights: bool  # whether the bias is prior weights
+    has_bias: bool  # whether keys have a bias or prior weights
     has_dropout: bool  # whether there is dropout of attention weights
     position_buckets: int  # rows of ``position_bias``, 0 without it
     age_buckets: int  # rows of ``age_bias``, 0 without it
@@ -289,7 +288,6 @@ def plan_of(call: Call) -> Plan:
             P=call.position_buckets,
             A=call.age_buckets,
             R=call.distance_buckets,
-            PRIOR=call.has_prior_weights,
             BIASED=call.biased,
         ),
     )

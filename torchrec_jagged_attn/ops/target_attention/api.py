@@ -32,7 +32,7 @@ from torchrec_jagged_attn.ops.attention.checks import (
     check_width,
 )
 from torchrec_jagged_attn.ops.attention.dropout import draw_dropout, dropout_threshold
-from torchrec_jagged_attn.ops.attention.prior_weights import bias_gradient, bias_or_prior_weights
+from torchrec_jagged_attn.ops.attention.prior_weights import prior_weights_gradient
 from torchrec_jagged_attn.ops.flops import attention_flops, pairs_of
 from torchrec_jagged_attn.ops.registration import flatten, register_op
 from torchrec_jagged_attn.ops.target_attention import cpu
@@ -53,7 +53,6 @@ def jagged_target_attention(
     *,
     query_offsets: Tensor | None = None,
     indices: Tensor | None = None,
-    bias: Tensor | None = None,
     position_bias: Tensor | None = None,
     age_bias: Tensor | None = None,
     timestamps: Tensor | None = None,
@@ -69,7 +68,7 @@ def jagged_target_attention(
     For query row :math:`q` of head :math:`h`, over the rows :math:`x_n` of its sample,
 
     .. math:: out = \sum_n p_n x_n, \qquad
-              p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + bias_{nh} + P_{\beta(position_n), h}
+              p = \mathrm{softmax}_n(scale \cdot q \cdot x_n + P_{\beta(position_n), h}
               + A_{\beta(age_n), h} + \log w_n)
 
     All heads share one pass over the history. An empty history gives zeros. Positions count the
@@ -100,8 +99,8 @@ def jagged_target_attention(
         query_offsets: ``[B + 1]`` int32 or int64, likewise for the rows of a jagged ``query``.
         indices: ``[N]`` int32 or int64, gather indices into ``history``, then ``[U, D]``. Biases,
             times, prior weights and dropout belong to the ``N`` positions, not to its rows.
-        bias: ``[N, H]``, any dtype that ``query`` may have, added to the scores of its row.
-        position_bias: ``[P, H]``, likewise, by the bucket of the row's position from the end.
+        position_bias: ``[P, H]``, any dtype that ``query`` may have, added to scores by the bucket
+            of the row's position from the end.
         age_bias: ``[A, H]``, likewise, by the bucket of the row's age; needs ``timestamps``.
         timestamps: ``[N]`` times of the rows: int32, int64, fp32 or fp64. fp32 rounds current
             Unix times to multiples of 128 seconds. They have no gradient. An age that overflows
@@ -197,17 +196,16 @@ def jagged_target_attention(
     )  # fmt: skip
     if num_levels is None:
         check_same(query, "query", dtype=True, history=history)
-    biases = Biases(bias, position_bias, age_bias, timestamps, request_time)
-    check_biases(query, "query", num_rows, num_samples, biases, prior_weights)
+    biases = Biases(prior_weights, position_bias, age_bias, timestamps, request_time)
+    check_biases(query, "query", num_rows, num_samples, biases)
     check_score(score, prior_weights)
     if per_sample:
         query = query.unsqueeze(1)
     dropout_state = draw_dropout(dropout_threshold(dropout, "dropout"), query.device)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else check_number(scale, "scale")
     out = call_target_attention(
-        query, history, offsets, query_offsets, indices,
-        bias_or_prior_weights(bias, prior_weights, offsets), position_bias, age_bias, timestamps,
-        request_time, dropout_state, None, None, scale, score, num_levels or 0,
+        query, history, offsets, query_offsets, indices, prior_weights, position_bias, age_bias,
+        timestamps, request_time, dropout_state, None, None, scale, score, num_levels or 0,
         torch.is_grad_enabled(),
     )  # fmt: skip
     return out.squeeze(1) if per_sample else out
@@ -246,10 +244,10 @@ def _check_values(args: TargetArguments) -> None:
         check_packed_values(args.history, "history", num_codes, args.num_levels, row_offsets)
     if args.query_offsets is not None:
         check_offsets_values(args.query_offsets, args.query.shape[0], "query_offsets", exact=False)
-    bias = args.biases.bias
-    if bias is not None and args.biases.are_prior_weights:
-        check_score(args.score, bias)  # scripted modules do not check it
-        check_finite(bias, "prior_weights", offsets=args.offsets)
+    prior_weights = args.biases.prior_weights
+    if prior_weights is not None:
+        check_score(args.score, prior_weights)  # scripted modules do not check it
+        check_finite(prior_weights, "prior_weights", offsets=args.offsets)
 
 
 def forward(args: TargetArguments) -> TargetOutputs:
@@ -266,8 +264,8 @@ def backward(
 ) -> TargetGradients:
     """Return the gradients of :func:`forward`.
 
-    The gradient of the bias is computed if ``needs.biases.bias``, the gradient of the history at
-    least if ``needs.history``, other gradients always. ``grad_lse`` is the gradient of the
+    The gradient of prior weights is computed if needed, the gradient of the history at least if
+    needed, other gradients always. ``grad_lse`` is the gradient of the
     log-sum-exps, in the shape and dtype of ``outputs.stats[0]``; it is ignored for query rows
     without a visible history row.
     """
@@ -276,12 +274,14 @@ def backward(
             "for_backward must be True where a gradient is taken, got False: "
             "this was called, traced or exported with gradients off"
         )
-    needs_bias, needs_history = bool(needs.biases.bias), bool(needs.history)
+    prior_weights = args.biases.prior_weights if needs.biases.prior_weights else None
     grads = implementation_of(args.query, cpu, kernels).backward(
-        grad_out, args, outputs, needs_bias, needs_history, grad_lse=grad_lse
+        grad_out, args, outputs, prior_weights is not None, bool(needs.history), grad_lse=grad_lse
     )
-    grad_bias = bias_gradient(grads.bias, args.biases.bias) if needs_bias else None
-    return grads._replace(bias=grad_bias)
+    grad_weights = None
+    if prior_weights is not None:
+        grad_weights = prior_weights_gradient(grads.prior_weights, prior_weights)
+    return grads._replace(prior_weights=grad_weights)
 
 
 def target_attention_with_lse(args: TargetArguments) -> tuple[Tensor, Tensor]:

@@ -75,10 +75,12 @@ class TargetOutputsWithLse(NamedTuple):
 
 
 class TargetGradients(NamedTuple):
-    """Gradients of ``target_attention``; for prior weights, of their logarithms, in fp32."""
+    """Gradients of ``target_attention``. Implementations return the gradients of the logarithms of
+    prior weights, ``[N]`` or by head ``[N, H]``, which ``api.py`` converts.
+    """
 
     query: Tensor
     history: Tensor | None
-    bias: Tensor | None
+    prior_weights: Tensor | None
     position_bias: Tensor | None
     age_bias: Tensor | None

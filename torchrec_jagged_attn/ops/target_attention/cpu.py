@@ -32,14 +32,13 @@ def backward(
     grad_out: Tensor,
     args: TargetArguments,
     outputs: TargetOutputs,
-    needs_bias: bool,
+    needs_prior_weights: bool,
     needs_history: bool,
     grad_lse: Tensor | None = None,
 ) -> TargetGradients:
-    """Return the gradients, with prior weights the gradients of their logarithms, ``[N, H]``.
+    """Return the gradients, of prior weights the gradients of their logarithms, ``[N, H]``.
 
-    The gradient of the bias is always computed, and the gradient of the history except for packed
-    codes.
+    All of them are computed, but the gradient of packed codes.
     """
     if grad_lse is not None:
         grad_lse = grad_lse.masked_fill(outputs.stats[1] == 0, 0).flatten(0, -2)
@@ -61,7 +60,7 @@ def backward(
     return TargetGradients(
         query=grad_query.to(args.query.dtype),
         history=grad_rows.to(rows.dtype) if rows is args.history else None,
-        bias=grads.bias,
+        prior_weights=grads.bias,
         position_bias=grads.position_bias,
         age_bias=grads.age_bias,
     )
@@ -86,5 +85,5 @@ def _over_rows(args: TargetArguments, query: Tensor, rows: Tensor) -> FlashArgum
     rows = rows.unsqueeze(1)
     return FlashArguments(
         query.flatten(0, -3), rows, rows, q_offsets, args.offsets, args.biases,
-        relative_bias=None, causal=False, window=0, scale=args.scale, needs_stats=True,
+        bias=None, relative_bias=None, causal=False, window=0, scale=args.scale, needs_stats=True,
     )  # fmt: skip

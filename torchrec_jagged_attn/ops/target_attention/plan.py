@@ -48,8 +48,7 @@ class Call(NamedTuple):
     width: int  # of queries and history rows
     num_positions: int  # buckets of the table of positions; 0 without one
     num_ages: int  # buckets of the table of ages; 0 without one
-    bias: bool  # whether history rows have biases or prior weights
-    prior: bool  # whether these are prior weights
+    has_prior_weights: bool
     dropout: bool  # whether there is dropout of weights
     element_size: int  # bytes of an element of queries
     history_stride: int  # elements from one history row to the next
@@ -98,10 +97,6 @@ _GLUON = (
     Condition("the same number of targets in each sample", lambda x: x.layout != JAGGED),
     Condition("history rows at multiples of 16 bytes, or packed codes", _rows_are_aligned),
     Condition(
-        "a bias per row with one target per sample only",
-        lambda x: not x.bias or x.prior or x.num_targets == 1,
-    ),
-    Condition(
         f"bias tables of up to {MOST_BUCKETS} buckets together", lambda x: x.buckets <= MOST_BUCKETS
     ),
 )
@@ -133,9 +128,6 @@ VARIANTS = (
             Condition("history rows that do not overlap", lambda x: x.history_stride >= x.width),
             Condition("no gather indices: TMA reads consecutive rows", lambda x: not x.has_indices),
             Condition("fewer than 2³⁰ history rows", lambda x: x.tma_compatible),
-            Condition(
-                "no bias per row in backward", lambda x: not (x.backward and x.bias and not x.prior)
-            ),
         ),
         runs_on=lambda device: devices.hopper_multiprocessors(device) > 0,
         device="a Hopper GPU",
@@ -247,7 +239,6 @@ def _inputs(x: Call) -> dict[str, Any]:
         "STRIDE": x.history_stride,
         "P": x.num_positions,
         "A": x.num_ages,
-        "PRIOR": x.prior,
         "SCORE": x.score,
         "LEVELS": x.num_levels,
         "PER_BYTE": codes_per_byte(x.num_levels) if x.has_codes else 0,
@@ -309,7 +300,7 @@ def tiles_of(variant: str, x: Call) -> dict[str, int]:
     if variant == "warpgroup":
         # As many programs on a multiprocessor as its shared memory holds, if registers do not spill
         # in the main loop.
-        needs_registers = x.backward or x.bias or x.buckets or x.dropout
+        needs_registers = x.backward or x.has_prior_weights or x.buckets or x.dropout
         registers = 168 if needs_registers else 128
         if x.query_rows > 32 or (x.backward and x.buckets):
             registers = 255

@@ -123,10 +123,11 @@ def backward(
     grad_v: Tensor,
     needs_bias: bool = True,
 ) -> FlashGradients:
-    """Compute all gradients, and the gradient of ``bias`` if ``needs_bias``.
+    """Compute all gradients but of prior weights, and the gradient of ``bias`` if ``needs_bias``.
 
-    If ``bias`` are prior weights, it is the gradient of their logarithms. The gradients of ``k``
-    and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be strided.
+    With prior weights, the latter is in fp32: it is also the gradient of their logarithms, by head.
+    The gradients of ``k`` and ``v`` are written into ``grad_k`` and ``grad_v``, whose rows may be
+    strided.
     """
     q, k = args.q, args.k
     grad_out = grad_out.contiguous()
@@ -136,10 +137,11 @@ def backward(
         _log_choices("backward", plan)
     delta = torch.empty_like(outputs.stats[0])
     grads = Gradients(grad_out, delta, q.new_empty(q.shape), grad_k, grad_v)
-    bias = args.biases.bias
-    if bias is not None and needs_bias:
-        dtype = torch.float32 if plan.call.has_prior_weights else bias.dtype
-        grads = grads._replace(bias=bias.new_empty(k.shape[0], q.shape[1], dtype=dtype))
+    if plan.call.has_bias and needs_bias:
+        dtype = torch.float32
+        if args.bias is not None and args.biases.prior_weights is None:
+            dtype = args.bias.dtype
+        grads = grads._replace(bias=q.new_empty(k.shape[0], q.shape[1], dtype=dtype))
         call.cleared_keys = (grads.bias.unsqueeze(-1),)
     call.cleared_queries, call.cleared_keys = (grads.q,), (grad_k, grad_v, *call.cleared_keys)
     if not call.num_samples:
@@ -151,7 +153,7 @@ def backward(
         grads = _backward_general(call, outputs, grads)
     if args.relative_bias is not None and call.num_samples:
         grads = _backward_relative_bias(call, outputs, grads)
-    return FlashGradients(grads.q, grads.k, grads.v, grads.bias, *_table_grads(args, grads))
+    return FlashGradients(grads.q, grads.k, grads.v, grads.bias, None, *_table_grads(args, grads))
 
 
 def _backward_on_hopper(call: _Call, outputs: FlashOutputs, grads: Gradients) -> None:
@@ -252,7 +254,7 @@ class _Call:
     def __init__(self, args: FlashArguments, grads: tuple[Tensor, ...] = ()) -> None:
         q, k, v, q_offsets, kv_offsets = args[:5]
         biases, relative_bias = args.biases, args.relative_bias
-        bias, position_bias, age_bias, _, _, dropout = biases
+        prior_weights, position_bias, age_bias, _, _, dropout = biases
         self.args = args
         self.num_samples = q_offsets.numel() - 1
         self.inputs = Inputs(_rows(q), _rows(k), _rows(v))
@@ -267,8 +269,8 @@ class _Call:
         if relative_bias is not None:
             by_distance = bias_by_distance(relative_bias, max(q.shape[0], k.shape[0]))
             self.max_distance = by_distance.shape[1] // 2
-        contiguous = (None if x is None else x.contiguous() for x in biases)
-        self.biases = Biases(*contiguous, by_distance=by_distance)
+        *contiguous, bias = (None if x is None else x.contiguous() for x in (*biases, args.bias))
+        self.biases = Biases(*contiguous, bias=bias, by_distance=by_distance)
         self.factor = abs(args.scale) * LOG2E.value
         self.window = min(args.window, 2**31 - 1) or None
         # A single key has a constant weight: the gradient of its score is exactly zero.
@@ -284,8 +286,7 @@ class _Call:
             num_key_heads=k.shape[1],
             width=q.shape[2],
             value_width=v.shape[2],
-            has_bias=bias is not None,
-            has_prior_weights=biases.are_prior_weights,
+            has_bias=bias is not None or prior_weights is not None,
             has_dropout=dropout is not None,
             position_buckets=0 if position_bias is None else position_bias.shape[0],
             age_buckets=0 if age_bias is None else age_bias.shape[0],

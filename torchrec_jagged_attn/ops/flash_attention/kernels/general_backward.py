@@ -363,7 +363,8 @@ def grad_relative_kernel(
     computes one head, and every ``num_tiles``-th diagonal of tiles, where ``num_tiles`` is the
     number of tiles of queries. So all programs of a sample have about the same number of tiles.
     """
-    BY_KEYS: tl.constexpr = (biases.bias is not None) or C.P > 0 or C.A > 0
+    BY_ROW: tl.constexpr = (biases.bias is not None) or (biases.prior_weights is not None)
+    BY_KEYS: tl.constexpr = BY_ROW or C.P > 0 or C.A > 0
     BLOCK: tl.constexpr = C.BLOCK_M
     args = Arguments(
         inputs, biases, outputs, grads, samples, num_stats, max_distance, window, factor, scale

@@ -25,7 +25,6 @@ class Constants(NamedTuple):
     P: int = 0  # rows of ``position_bias``, 0 without it
     A: int = 0  # rows of ``age_bias``, 0 without it
     R: int = 0  # rows of ``relative_bias``, 0 without it
-    PRIOR: bool = False  # whether the bias is prior weights
     BIASED: bool = False  # whether there is any bias
     Q_STRIDE: int | None = None  # elements from row to row
     K_STRIDE: int | None = None
@@ -106,7 +105,7 @@ class Gradients(NamedTuple):
     q: Any  # [ΣLq, H, D]
     k: Any  # [ΣLk, Hk, D], rows GRAD_K_STRIDE apart
     v: Any  # [ΣLk, Hk, Dv], rows GRAD_V_STRIDE apart
-    bias: Any = None  # [ΣLk, H]; with prior weights, fp32 gradients of their logarithms
+    bias: Any = None  # [ΣLk, H]
     tables: Any = None  # [tiles of keys, P + A, H] fp32
     relative: Any = None  # [tiles of queries, H, R] fp32
 

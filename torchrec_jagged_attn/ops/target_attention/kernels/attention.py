@@ -134,20 +134,20 @@ def backward(
     grad_out: Tensor,
     args: TargetArguments,
     outputs: TargetOutputs,
-    needs_bias: bool = True,
+    needs_prior_weights: bool = True,
     needs_history: bool = True,
     grad_lse: Tensor | None = None,
 ) -> TargetGradients:
-    """Return the gradients, with prior weights the gradients of their logarithms.
+    """Return the gradients, of prior weights the gradients of their logarithms.
 
-    The gradient of ``bias`` is computed if ``needs_bias``. The gradient of the history is ``None``
-    for packed codes and, with gather indices, unless ``needs_history``. ``grad_lse``, the gradient
-    of log-sum-exps, is ignored for queries without a visible row.
+    The latter are computed if ``needs_prior_weights``. The gradient of the history is ``None`` for
+    packed codes and, with gather indices, unless ``needs_history``. ``grad_lse``, the gradient of
+    log-sum-exps, is ignored for queries without a visible row.
     """
     launch = _Launch(args, backward=True)
     plan, num_programs = launch.plan, launch.num_partials + launch.num_samples
     call = plan.call
-    bias, position_bias, age_bias, *_ = args.biases
+    prior_weights, position_bias, age_bias, *_ = args.biases
     if dispatch.LOG:
         dispatch.log_choice("jagged_target_attention backward", plan.choice)
     shared = call.layout == SHARED
@@ -159,10 +159,9 @@ def backward(
         delta = torch.empty_like(outputs.stats[0])
     if grad_history is not None and launch.indices is not None:
         sorted_indices = _sort_indices(launch, launch.indices)
-    grad_bias = None
-    if bias is not None and needs_bias:
-        dtype = torch.float32 if call.prior else bias.dtype
-        grad_bias = bias.new_empty(*bias.shape, dtype=dtype)
+    grad_weights = None
+    if prior_weights is not None and needs_prior_weights:
+        grad_weights = torch.empty_like(prior_weights, dtype=torch.float32)
     grad_tables = None
     if call.buckets:
         writes_whole_tables = plan.variant == "one_warp"
@@ -174,10 +173,10 @@ def backward(
     saved = Outputs(outputs.out, outputs.residual if call.half else None, outputs.stats, grad_lse)
     if launch.num_samples:
         targets = None if sorted_indices is None else sorted_indices.targets
-        grads = Gradients(grad_query, delta, grad_history, grad_bias, grad_tables, targets)
+        grads = Gradients(grad_query, delta, grad_history, grad_weights, grad_tables, targets)
         _launch_backward(launch, grad_out, saved, grads, args.scale)
     else:
-        for grad in (grad_query, grad_history, grad_bias, grad_tables):
+        for grad in (grad_query, grad_history, grad_weights, grad_tables):
             if grad is not None:
                 grad.zero_()
     if grad_history is not None and delta is not None and sorted_indices is not None:
@@ -195,7 +194,9 @@ def backward(
         if age_bias is not None:  # gradients must not share memory
             age_table = grad_table[call.num_positions :]
             grad_age_bias = age_table.to(dtype=age_bias.dtype, copy=call.num_positions > 0)
-    return TargetGradients(grad_query, grad_history, grad_bias, grad_position_bias, grad_age_bias)
+    return TargetGradients(
+        grad_query, grad_history, grad_weights, grad_position_bias, grad_age_bias
+    )
 
 
 def _launch_backward(
@@ -233,7 +234,7 @@ def _launch_backward(
             (partials, outputs, grads, samples, *launch.sizes, scale),
             plan.combine,
         )
-    row_grads = (grads.history, grads.bias, grads.tables)
+    row_grads = (grads.history, grads.prior_weights, grads.tables)
     if plan.several_blocks and any(grad is not None for grad in row_grads):
         _grad_history(grid, taken, plan.kernel | {"ONE_BLOCK": False})
 
@@ -351,7 +352,7 @@ class _Launch:
 
 def _call_of(args: TargetArguments, history: Tensor, backward: bool) -> Call:
     """The :class:`Call` of ``args``, with ``history`` as kernels read it."""
-    bias, position_bias, age_bias, _, _, dropout = args.biases
+    prior_weights, position_bias, age_bias, _, _, dropout = args.biases
     if args.query_offsets is not None:
         layout, num_targets = JAGGED, 0  # differs by sample
     else:
@@ -366,8 +367,7 @@ def _call_of(args: TargetArguments, history: Tensor, backward: bool) -> Call:
         width=args.query.shape[-1],
         num_positions=0 if position_bias is None else position_bias.shape[0],
         num_ages=0 if age_bias is None else age_bias.shape[0],
-        bias=bias is not None,
-        prior=args.biases.are_prior_weights,
+        has_prior_weights=prior_weights is not None,
         dropout=dropout is not None,
         element_size=args.query.element_size(),
         history_stride=history.stride(0),

@@ -3,7 +3,7 @@
 With p the weights of the softmax, ``dp_rn = ∂out_r · x_n`` and ``delta_r = ∂out_r · out_r``:
 
     ds_rn = p_rn · (dp_rn - delta_r)        ∂q_r = scale · Σ_n ds_rn · x_n
-    ∂bias_n = Σ_r ds_rn, by head            ∂x_n = Σ_r p_rn · ∂out_r + scale · ds_rn · q_r
+    ∂log(w_n) = Σ_r ds_rn                   ∂x_n = Σ_r p_rn · ∂out_r + scale · ds_rn · q_r
 
 Dropout applies to dp and to the p that ∂out is multiplied by. The gradient of a log-sum-exp is
 subtracted from its delta.
@@ -285,11 +285,8 @@ def grad_history_kernel(
                 heads = add_heads(heads, ds, rows, h, x.dtype, C.H, C.ONE_TARGET)
         if grads.history is not None:
             _store_grad_of_history(grads, grad_x, n, visible, d, C.D)
-        if (grads.bias is not None) and C.PRIOR:
-            tl.store(grads.bias + n, tl.sum(heads, 1)[:, None], mask=visible)
-        elif grads.bias is not None:
-            mask = visible & (h < C.H)[None, :]
-            tl.store(grads.bias + n * C.H + h[None, :], heads, mask=mask)
+        if grads.prior_weights is not None:
+            tl.store(grads.prior_weights + n, tl.sum(heads, 1)[:, None], mask=visible)
         if C.P > 0 or C.A > 0:
             flat = start + tl.arange(0, C.BLOCK_N)
             position_buckets, age_buckets = row_buckets(

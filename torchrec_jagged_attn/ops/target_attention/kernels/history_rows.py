@@ -41,7 +41,7 @@ def load_tile_bias(biases, samples, work, start, n, visible, r, C: tl.constexpr)
     of each pair to shared memory, where lanes that read the same address take turns.
     """
     bias = 0.0
-    if (biases.bias is not None) or C.P + C.A > 0:
+    if (biases.prior_weights is not None) or C.P + C.A > 0:
         bias = tl.zeros([C.BLOCK_N, C.BLOCK_R], tl.float32)
         if start < work.end:
             bias = load_bias(

@@ -50,7 +50,6 @@ from torchrec_jagged_attn.ops.target_attention.kernels.warp_common import (
     row_components,
     rows_of_sample,
     store_components,
-    store_grad_of_bias,
     store_grad_of_history,
     store_rows,
     weights_and_gradients,
@@ -365,7 +364,8 @@ def backward_kernel(
                 if grads.targets is None or gl.max(targets, 0) >= 0:
                     _differentiate_rows(grads, row_operands, C)
             accs = _add_to_queries(accs, tile, ds, dtype, C)
-            store_grad_of_bias(grads, ds, chunk.first, n, r, end, C)
+            if grads.prior_weights is not None:
+                gl.store(grads.prior_weights + chunk.first + n, gl.sum(ds, 1), mask=n < end)
             if C.P + C.A > 0:
                 _add_to_tables(table, weights, buckets, ds, p, end - start, C)
             stage = copy_next(ring, stage, history_ptr, samples, indices, start, end, C)

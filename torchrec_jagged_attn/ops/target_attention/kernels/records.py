@@ -20,7 +20,6 @@ class Constants(NamedTuple):
     CHUNK: int  # fewest history rows of a chunk
     P: int = 0  # buckets of positions
     A: int = 0  # buckets of ages
-    PRIOR: bool = False  # whether the bias is prior weights
     SCORE: str = "softmax"  # from scores to weights, see ``arguments.SCORES``
     LEVELS: int = 0  # of packed codes; 0 where history rows are not packed
     PER_BYTE: int = 0  # codes per byte
@@ -84,7 +83,7 @@ class Gradients(NamedTuple):
     # [rows] fp32, the mean of weights' gradients minus ``grad_lse``, if a later kernel reads it
     delta: Any = None
     history: Any = None  # [N, D]; or [U, D] with gather indices
-    bias: Any = None  # [N, H]; with prior weights [N] fp32, the gradients of their logarithms
+    prior_weights: Any = None  # [N] fp32, the gradients of their logarithms
     tables: Any = None  # [programs, P + A, H] fp32; in ``one_warp`` [programs, P + A, count]
     # [N], with gather indices: the index, if it occurs once, else -1. Gradients of rows whose index
     # occurs several times are left to ``row_gradients.py``.

@@ -163,16 +163,15 @@ def clear_outputs(outputs, samples, num_samples, num_rows, C: tl.constexpr):
 
 @triton.jit
 def clear_gradients(grads, samples, num_samples, num_history_rows, C: tl.constexpr):
-    """Set gradients of history rows and of their biases to zero behind the last offset.
+    """Set gradients of history rows and of prior weights to zero behind the last offset.
 
     With gather indices, ``row_gradients.py`` sets the gradients of history rows.
     """
     end = tl.load(samples.offsets + num_samples).to(tl.int64)
     if (grads.history is not None) and (samples.indices is None):
         clear_rows(grads.history, end, num_history_rows, C.D, C.D, C.BLOCK_D)
-    if grads.bias is not None:
-        WIDTH: tl.constexpr = 1 if C.PRIOR else C.H
-        clear_rows(grads.bias, end * WIDTH, num_history_rows.to(tl.int64) * WIDTH, 1, 1, 1)
+    if grads.prior_weights is not None:
+        clear_rows(grads.prior_weights, end, num_history_rows, 1, 1, 1)
 
 
 @triton.jit

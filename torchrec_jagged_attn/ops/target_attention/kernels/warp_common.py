@@ -386,23 +386,21 @@ def load_bias(biases, buckets, n, r, chunk, count, C: gl.constexpr):
     """``[rows, queries]``: the sum of all ``biases`` of the rows ``n`` of a chunk, with ``buckets``
     of :func:`row_buckets`, for the query rows ``r``.
 
-    PRIOR weights add their logarithm for all heads, ``-inf`` if they are zero or negative. Query
-    rows from ``count`` on have a bias of zero.
+    The logarithms of prior weights are ``-inf`` if these are zero or negative. Query rows from
+    ``count`` on have a bias of zero.
     """
-    first = chunk.first
     visible = (n < chunk.end)[:, None]
     n = n[:, None]
     r = r[None, :]
     head = r % C.H
     mask = visible & (r < count)
     bias = 0.0
-    if C.PRIOR:
-        weights = gl.load(biases.bias + first + n, mask=visible, other=1.0).to(gl.float32)
+    if biases.prior_weights is not None:
+        weights = gl.load(biases.prior_weights + chunk.first + n, mask=visible, other=1.0).to(
+            gl.float32
+        )
         weights = gl.where(weights < 0, 0.0, weights)  # NaN stays
         bias += gl.where(mask, gl.log(weights), 0.0)
-    elif biases.bias is not None:
-        ptrs = biases.bias + first * C.H + (n * C.H + head)
-        bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
     if C.P > 0:
         ptrs = biases.position_bias + (buckets[0][:, None] * C.H + head)
         bias += gl.load(ptrs, mask=mask, other=0.0).to(gl.float32)
@@ -480,20 +478,8 @@ def store_grad_of_history(
 
 
 @gluon.jit
-def store_grad_of_bias(grads, ds, first, n, r, end, C: gl.constexpr):
-    """Store gradients of the bias of the rows ``n``, up to ``end``, of the sample that begins at
-    row ``first``: ``ds``, or for prior weights its sums over the query rows ``r``.
-    """
-    if (grads.bias is not None) and C.PRIOR:
-        gl.store(grads.bias + first + n, gl.sum(ds, 1), mask=n < end)
-    elif grads.bias is not None:
-        ptrs = grads.bias + first * C.H + (n[:, None] * C.H + r[None, :])
-        gl.store(ptrs, ds, mask=(n < end)[:, None] & (r < C.H)[None, :])
-
-
-@gluon.jit
 def clear_gradients(grads, samples, num_samples, num_history_rows, C: gl.constexpr):
-    """Set gradients of history rows and of their biases to zero behind the last offset: see
+    """Set gradients of history rows and of prior weights to zero behind the last offset: see
     ``schedule.clear_gradients``. All programs share these rows.
     """
     end = gl.load(samples.offsets + num_samples).to(gl.int64)
@@ -505,11 +491,9 @@ def clear_gradients(grads, samples, num_samples, num_history_rows, C: gl.constex
         step = gl.num_programs(0) * ROWS
         for row in range(end + gl.program_id(0) * ROWS, num_history_rows, step):
             store_rows(grads.history, zeros, row, num_history_rows - row, 0, C.D)
-    if grads.bias is not None:
-        WIDTH: gl.constexpr = 1 if C.PRIOR else C.H
+    if grads.prior_weights is not None:
         BLOCK: gl.constexpr = 128 * gl.num_warps()
         i = gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
-        size = num_history_rows.to(gl.int64) * WIDTH
         step = gl.num_programs(0) * BLOCK
-        for at in range(end * WIDTH + gl.program_id(0) * BLOCK, size, step):
-            gl.store(grads.bias + at + i, 0.0, mask=i < size - at)
+        for at in range(end + gl.program_id(0) * BLOCK, num_history_rows, step):
+            gl.store(grads.prior_weights + at + i, 0.0, mask=i < num_history_rows - at)

@@ -133,8 +133,8 @@ def backward_kernel(
     chunk = find_scheduled_chunk(samples, num_samples, num_partials, C, PROGRAMS)
     begin, end, partial = chunk.begin, chunk.end, chunk.partial
     if chunk.busy:
-        if grads.bias is not None:
-            grad_bias_ptr = grads.bias + chunk.first
+        if grads.prior_weights is not None:
+            grad_weights_ptr = grads.prior_weights + chunk.first
         count = num_targets * C.H
         row = chunk.sample.to(gl.int64) * count
         queries = copy_queries(query_ptr if C.LAYOUT == SHARED else query_ptr + row * C.D, count, C)
@@ -200,8 +200,8 @@ def backward_kernel(
                 p = gl.where(visible, p, 0.0)
                 ds = gl.where(visible, slope * dp, 0.0)
             ds_tile.store(ds.to(dtype))
-            if grads.bias is not None:
-                gl.store(grad_bias_ptr + n, gl.sum(ds, 1), mask=n < end)
+            if grads.prior_weights is not None:
+                gl.store(grad_weights_ptr + n, gl.sum(ds, 1), mask=n < end)
             if C.P + C.A > 0:
                 ds_components = decompose(ds, COMPONENTS)
                 for i in gl.static_range(COMPONENTS):

@@ -129,7 +129,7 @@ def add_biases(scores, biases, start, chunk, count, C: gl.constexpr):
     The columns of a lane are eight apart. If the number of heads divides eight, they belong to one
     head, whose bias the lane loads once.
     """
-    if biases.bias is not None or C.P + C.A > 0:
+    if biases.prior_weights is not None or C.P + C.A > 0:
         PERIOD: gl.constexpr = 8 if 8 % C.H == 0 else C.BLOCK_R
         by_period = gl.reshape(scores, [C.BLOCK_N, C.BLOCK_R // PERIOD, PERIOD])
         layout: gl.constexpr = gl.SliceLayout(1, by_period.type.layout)
