@@ -119,8 +119,6 @@ CASES = {
     ),
 }
 
-EXCHANGE = {"fixed_exchange": False}  # set on each rank
-
 
 def make_pipeline(
     device: torch.device,
@@ -132,8 +130,6 @@ def make_pipeline(
     model = make_model(**MHA) if model is None else model
     sharders = [HistoryEmbeddingCollectionSharder(), AnySharding()]
     sharding = {"sharding": ROW_WISE, "sharders": sharders} | (sharding or {})
-    if pipeline_type is TrainPipelineCudaGraph:
-        options = options | EXCHANGE
     return training.make_pipeline(device, model, pipeline_type, sharding=sharding, **options)
 
 
@@ -298,9 +294,8 @@ def train_torchrec_sharder(device: torch.device) -> str:
     return error_of(lambda: train(pipeline, make_batches(1)))
 
 
-def on_each_rank(device: torch.device, fixed_exchange: bool) -> dict[str, Any]:
+def on_each_rank(device: torch.device) -> dict[str, Any]:
     """Results by name, or why there are none."""
-    EXCHANGE["fixed_exchange"] = fixed_exchange
     functions: dict[str, Callable[[], Any]] = {}
     for case in CASES:
         if case in (GPU_CASES if device.type == "cpu" else CPU_CASES):
@@ -331,14 +326,9 @@ def on_each_rank(device: torch.device, fixed_exchange: bool) -> dict[str, Any]:
 OnRanks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["true sizes", "fixed sizes"])
-def fixed_exchange(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def ranks(backend: str, fixed_exchange: bool, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
-    return run_ranks(on_each_rank, tmp_path_factory.mktemp("ranks"), backend, fixed_exchange)
+def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
+    return run_ranks(on_each_rank, tmp_path_factory.mktemp("ranks"), backend)
 
 
 def results_of(ranks: OnRanks, name: str) -> list[Any]:
@@ -352,14 +342,14 @@ def results_of(ranks: OnRanks, name: str) -> list[Any]:
 @pytest.mark.parametrize(
     "case", [pytest.param(x, marks=pytest.mark.gpu if x in GPU_CASES else ()) for x in CASES]
 )
-def test_trains_alike(ranks: OnRanks, backend: str, fixed_exchange: bool, case: str):
+def test_trains_alike(ranks: OnRanks, backend: str, case: str):
     if case in (GPU_CASES if backend == "gloo" else CPU_CASES):
         pytest.skip(f"not with {backend}")
     for expected, run in results_of(ranks, case):
         assert run.eager_steps == {"warm-up": SHORT_WARM_UP}
         assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
         exchange = "exact" if case in EXACT_CASES else "fixed"
-        assert run.exchanges == ({exchange} if fixed_exchange and len(ranks) == 2 else set())
+        assert run.exchanges == ({exchange} if len(ranks) == 2 else set())
         assert_same_runs(run, expected)
 
 

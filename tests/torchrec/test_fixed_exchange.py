@@ -17,9 +17,8 @@ from tests.torchrec.two_ranks import CPU, run_ranks
 from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
     ExchangedIds,
     FixedExchange,
-    as_weights,
 )
-from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route
+from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, as_weights
 
 NUM_IDS = 11  # rows 0 to 5 are on the first of two ranks
 NUM_BATCHES = 6

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.collection.sharding import fixed_exchange
+from torchrec_jagged_attn.collection.sharding import fixed_exchange, id_router
 from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
     ExchangedIds,
     FixedExchange,
@@ -106,7 +106,8 @@ def test_kernels_equal_operations(headroom, max_length, dtype, kernel_device, mo
         monkeypatch.setattr(pack_ids, name, block)
     batches = [make_batch(rank, kernel_device, max_length, dtype) for rank in RANKS]
     actual = exchange(batches, headroom, kernel_device)
-    monkeypatch.setattr(fixed_exchange, "implementation", lambda _: ("reference", ""))
+    for module in (fixed_exchange, id_router):
+        monkeypatch.setattr(module, "implementation", lambda _: ("reference", ""))
     expected = exchange([x.to(torch.device("cpu")) for x in batches], headroom, torch.device("cpu"))
     for xs, ys in zip(actual, expected, strict=True):
         for x, y in zip(xs, ys, strict=True):

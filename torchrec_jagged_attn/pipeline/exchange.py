@@ -29,14 +29,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
     ExchangedIds,
     FixedExchange,
-    as_weights,
 )
 from torchrec_jagged_attn.collection.sharding.id_exchange import (
     OwnedIds,
     Received,
     one_bag_per_feature,
 )
-from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route
+from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, as_weights
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 
 
@@ -65,11 +64,7 @@ class HistoryRoutes:
         self._features, self._groups = exchange.features, exchange.groups
         self._local_histories = module._local_histories
         self._owned = {x.name for x in exchange.owned_features}
-        groups = {x.name: (module, i) for i, group in enumerate(self._groups) for x in group}
-        self.routes = [
-            Route(index, x.key, x.owners, x.rows_per_owner, False, groups.get(x.name), x.history)
-            for x in self._features
-        ]
+        self.routes = exchange.routes(index)
         self._route = {feature.name: i for i, feature in enumerate(self._features)}
         names: dict[int, list[str]] = {feature.lookup: [] for feature in self._features}
         for feature in exchange.owned_features:
@@ -86,7 +81,7 @@ class HistoryRoutes:
     def result(self, ids: ExchangedIds, first: int, context: Any) -> KJTList:
         sent = {name: ids.sent(first + i) for name, i in self._route.items()}
         received = {name: ids.received(first + self._route[name]) for name in self._owned}
-        columns = {
+        history_ids = {
             lookup: ids.owned([first + self._route[name] for name in names])[1]["ids"]
             for lookup, names in self._names.items()
         }
@@ -114,7 +109,7 @@ class HistoryRoutes:
             {
                 lookup: one_bag_per_feature(
                     [keys[name] for name in names],
-                    columns[lookup],
+                    history_ids[lookup],
                     [sum(received[name]) for name in names],
                 )
                 for lookup, names in self._names.items()
@@ -236,7 +231,7 @@ class BatchExchange:
 
     Attributes:
         signature: number of samples, 0 of a batch that cannot be exchanged with fixed sizes; and
-            what is exchanged.
+            the names of modules and columns.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from torchrec_jagged_attn.base.checks import check_bool
 from torchrec_jagged_attn.collection.embedding_bag_collection import (
     TargetAttentionEmbeddingBagCollection,
 )
@@ -81,15 +80,13 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             TargetAttentionEmbeddingBagCollections.
         optimizer, device, args, kwargs: arguments of ``TrainPipelineSparseDist`` in the installed
             version of TorchRec.
-        fixed_exchange: experimental: on several ranks, whether the ids of all sharded modules are
-            exchanged together, with fixed sizes, after the capture. Then no sizes are sent before.
 
     Attributes:
         num_replayed_steps: number of steps trained by the captured (on a CPU, the padded) step.
         eager_steps: number of eager steps by reason.
         num_captures: number of captures.
-        exchanges: with ``fixed_exchange``, ``"fixed"`` or ``"exact"`` for each sharded module, by
-            name: whether the exchange of its ids has fixed sizes.
+        exchanges: ``"fixed"`` or ``"exact"`` for each sharded module, by name, on several ranks:
+            whether the exchange of its ids has fixed sizes, which needs no sizes sent before.
         lookups: ``"inside"`` or ``"outside"`` for each sharded module, by name: whether its lookups
             are inside the graph. They are inside for tables in GPU memory that SGD, Adagrad or
             RowWiseAdagrad trains without weight decay, but not with
@@ -112,10 +109,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         *args: Any,
-        fixed_exchange: bool = False,
         **kwargs: Any,
     ) -> None:
-        check_bool(fixed_exchange, "fixed_exchange")
         signature = inspect.signature(TrainPipelineSparseDist.__init__)
         arguments = signature.bind(self, model, optimizer, device, *args, **kwargs).arguments
         check_arguments(arguments)
@@ -131,7 +126,6 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._ranks = _Ranks(env.process_group, env.world_size)
         # Collectives of one group wait for each other: the input dist must not wait for a graph.
         self._input_group: Any = None
-        self._fixed_exchange = fixed_exchange and self._ranks.size > 1
         self._exchange: ModelExchange | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -203,7 +197,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
                 set_group(module, old, new)
 
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
-        if self._exchange is None and self._fixed_exchange:
+        if self._exchange is None and self._ranks.size > 1:
             pipelined: list[Any] = self._pipelined_modules
             modules = {x.forward.name: x for x in pipelined}
             rank = self._ranks.group.rank()

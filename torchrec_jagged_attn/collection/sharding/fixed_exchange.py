@@ -221,7 +221,7 @@ class FixedExchange:
 
 
 class SentIds(NamedTuple):
-    """What a source rank keeps of the ids that it sent."""
+    """Ids of a batch on their source rank."""
 
     lengths: Tensor  # [routes, B]
     block_counts: Tensor  # [blocks] int64
@@ -386,8 +386,3 @@ class ExchangedIds:
         lengths = self._lengths[exchange.sample_begins[first] : exchange.sample_begins[last]]
         begin, end = self._id_begins[first], self._id_begins[last]
         return lengths, {name: x[begin:end] for name, x in columns.items()}
-
-
-def as_weights(column: Tensor) -> Tensor:
-    """Return the weights in a column, in fp32."""
-    return column.int().view(torch.float32)

@@ -19,11 +19,8 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.collection.batch_checks import check_equal_lengths, check_single_rows
+from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, as_weights
 from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
-
-INT64_MAX = torch.iinfo(torch.int64).max
-MAX_ID = INT64_MAX // 2
-MAX_SORT_KEY = torch.iinfo(torch.int32).max
 
 T = TypeVar("T")
 
@@ -111,7 +108,8 @@ class _SortedIds(NamedTuple):
     lengths: Tensor  # [features, B], of the batch
     counts: dict[str, int]  # ids of the batch, by feature
     orders: list[Tensor | None]  # see ``Received``
-    payload: Tensor  # [N, payload width] int64: ids and the other numbers that are sent with them
+    columns: list[str]  # names of the numbers of each id
+    payload: Tensor  # [N, columns] int64: ids and the other numbers that are sent with them
     block_counts: Tensor  # [blocks], ids of each block
     segment_lengths: Tensor | None  # [blocks of local histories, B] int32, ids of each sample
 
@@ -172,27 +170,14 @@ class IdExchange:
         self.groups = [[x] for x in gathered_histories]
         if other_features:
             self.groups.insert(0, other_features)
-        histories = [x.history for x in local_histories if x.history is not None]
-        self._has_positions = bool(histories)
-        self._has_ages = any(x.has_ages for x in histories)
-        self._has_weights = any(x.has_weights for x in histories)
-
+        self._has_weights = any(x.history and x.history.has_weights for x in features)
+        self._routers: dict[tuple[str, ...], IdRouter] = {}  # by the keys of a batch
         ranks = range(group.size())
-        self._features_per_rank = [[x for x in features if rank in x.owners] for rank in ranks]
-        self.owned_features = self._features_per_rank[group.rank()]
+        self._features_per_rank = [[x for x in self.features if r in x.owners] for r in ranks]
+        self.owned_features = [x for x in features if group.rank() in x.owners]
         blocks = [(rank, feature) for rank in ranks for feature in self._features_per_rank[rank]]
         self._num_blocks = len(blocks)
         block_index = {(rank, feature.name): i for i, (rank, feature) in enumerate(blocks)}
-        # What to add to the index of a feature to get the index of its block on an owner rank.
-        shifts = torch.zeros(len(self.features), group.size(), dtype=torch.int32)
-        for i, feature in enumerate(self.features):
-            for shard, rank in enumerate(feature.owners):
-                shifts[i, shard] = block_index[rank, feature.name] - i
-        self._block_shifts = shifts.to(device)
-        self._rows_per_shard = torch.tensor(
-            [x.rows_per_owner if len(x.owners) > 1 else INT64_MAX for x in self.features],
-            device=device,
-        )
         local_blocks = [i for i, (_, feature) in enumerate(blocks) if feature.is_local]
         self._local_blocks = torch.tensor(local_blocks, dtype=torch.int64, device=device)
         # Each owner rank is sent the counts of its blocks, followed by the number of samples.
@@ -203,6 +188,21 @@ class IdExchange:
         self._size_index = torch.tensor(sizes, device=device)
         self._sizes_per_rank = [len(x) + 1 for x in self._features_per_rank]
         self._histories_per_rank = [sum(x.is_local for x in xs) for xs in self._features_per_rank]
+
+    def routes(self, input: int) -> list[Route]:
+        """Return the routes of ``features``, whose ids are in a KeyedJaggedTensor of a batch."""
+        groups = {x.name: (self, i) for i, group in enumerate(self.groups) for x in group}
+        return [
+            Route(
+                input,
+                x.key,
+                x.owners,
+                x.rows_per_owner,
+                group=groups.get(x.name),
+                history=x.history,
+            )
+            for x in self.features
+        ]
 
     def send_sizes(self, batch: KeyedJaggedTensor) -> Awaitable[Awaitable[Received]]:
         """Sort the ids of ``batch`` by owner rank and start to send their numbers."""
@@ -220,7 +220,8 @@ class IdExchange:
         numbers = iter(torch.cat([received, ids.block_counts]).tolist())
         counts_per_source, samples_per_rank = [], []
         for _ in range(self.group.size()):
-            counts_per_source.append({x.name: next(numbers) for x in self.owned_features})
+            names = (x.name for x in self._features_per_rank[self.group.rank()])
+            counts_per_source.append({name: next(numbers) for name in names})
             samples_per_rank.append(next(numbers))
         counts_per_owner = [{x.name: next(numbers) for x in xs} for xs in self._features_per_rank]
         sizes = _Sizes(counts_per_owner, counts_per_source, samples_per_rank)
@@ -249,27 +250,28 @@ class IdExchange:
         for work in works:
             work.wait()
         counts = [n for per_feature in sizes.counts_per_source for n in per_feature.values()]
-        names = [feature.name for feature in self.owned_features]
-        columns = [_by_feature(names, x.split(counts)) for x in payload.unbind(1)]
+        received = self._features_per_rank[self.group.rank()]
+        names = [feature.name for feature in received]
+        numbers = zip(ids.columns, payload.unbind(1), strict=True)
+        columns = {name: _by_feature(names, x.split(counts)) for name, x in numbers}
         lookups: dict[int, list[Feature]] = {feature.lookup: [] for feature in self.features}
         for feature in self.owned_features:
             lookups[feature.lookup].append(feature)
         owned: dict[str, OwnedIds] = {}
         empty = [payload.new_empty(0)]  # if this is no owner rank
         if lengths is not None:
-            names = [feature.name for feature in self.owned_features if feature.is_local]
+            names = [feature.name for feature in received if feature.is_local]
             counts = [n for n in sizes.samples_per_rank for _ in names]
             local_lengths = _by_feature(names, lengths.split(counts))
             for feature in self.features:
                 if feature.history is None or not feature.is_local:
                     continue
-                x = [column.get(feature.name, empty) for column in columns]
-                has_ages, has_weights = feature.history.has_ages, feature.history.has_weights
+                x = {name: pieces.get(feature.name, empty) for name, pieces in columns.items()}
                 owned[feature.name] = OwnedIds(
                     torch.cat(local_lengths.get(feature.name, empty)).long(),
-                    torch.cat(x[1]),
-                    torch.cat(x[2]) if has_ages else None,
-                    torch.cat(x[-1]).view(torch.float64).float() if has_weights else None,
+                    torch.cat(x["positions"]),
+                    torch.cat(x["ages"]) if feature.history.has_ages else None,
+                    as_weights(torch.cat(x["weights"])) if feature.history.has_weights else None,
                 )
         return Received(
             ids.lengths,
@@ -278,7 +280,7 @@ class IdExchange:
             {
                 lookup: one_bag_per_feature(
                     [x.key for x in features],
-                    torch.cat([*empty, *(ids for x in features for ids in columns[0][x.name])]),
+                    torch.cat([*empty, *(y for x in features for y in columns["ids"][x.name])]),
                     [sum(n[x.name] for n in sizes.counts_per_source) for x in features],
                 )
                 for lookup, features in lookups.items()
@@ -288,96 +290,38 @@ class IdExchange:
         )
 
     def _sort(self, batch: KeyedJaggedTensor) -> _SortedIds:
-        features = self._select(batch)
-        num_samples = features.stride()
-        if num_samples * self._num_blocks > MAX_SORT_KEY:  # PyTorch would wrap around
-            raise ValueError(
-                f"features must have at most {MAX_SORT_KEY // self._num_blocks} samples with "
-                f"HistoryEmbeddingCollectionSharder, got {num_samples}"
+        keys = tuple(batch.keys())
+        if keys not in self._routers:
+            self._routers[keys] = IdRouter(
+                self.routes(0),
+                [keys],
+                [self._has_weights],
+                self.group.rank(),
+                self.group.size(),
+                self.device,
             )
-        lengths = features.lengths().int()
-        # [N], the index of each id's feature and sample: feature * num_samples + sample
-        segment_index = torch.repeat_interleave(lengths, output_size=features.values().numel())
-        feature_index = segment_index // num_samples
-        # Negative ids become larger than any table: FBGEMM would take -1 for a pruned row, and not
-        # check its bounds.
-        ids = features.values().long() & MAX_ID
-        rows_per_shard = self._rows_per_shard[feature_index]
-        shard = (ids // rows_per_shard).clamp_(max=self.group.size() - 1)
-        ids -= shard * rows_per_shard
-        shift = self._block_shifts[feature_index, shard]
-        key = torch.add(segment_index, shift, alpha=num_samples)  # block * num_samples + sample
-        sorted_key, order = key.sort(stable=True)
-        segments = torch.arange(
-            self._num_blocks * num_samples + 1, dtype=torch.int32, device=self.device
-        )
-        ends = torch.searchsorted(sorted_key, segments)
-        block_counts = ends[::num_samples].diff()
-        payload = [x[order] for x in (ids, *self._payload(features, batch, segment_index))]
-        segment_lengths = None
-        if self._has_positions:
-            segment_lengths = ends.diff().int().view(self._num_blocks, num_samples)
-            segment_lengths = segment_lengths[self._local_blocks]
+        router = self._routers[keys]
+        _check_times(batch, self.features)
+        per_key = dict(zip(keys, batch.length_per_key(), strict=True))
+        counts = {feature.name: per_key[feature.key] for feature in self.features}
+        ids = router.read(router.join([batch]))
+        found = router.sort(ids, sum(counts.values()))
+        orders = dict(zip(counts, found.order.split([*counts.values()]), strict=True))
+        is_local = "positions" in router.columns
         return _SortedIds(
-            features.lengths().view(len(self.features), num_samples),
-            dict(zip(features.keys(), features.length_per_key(), strict=True)),
-            [self._recv_order(group, features, key) for group in self.groups],
-            torch.stack(payload, dim=1),
-            block_counts,
-            segment_lengths,
+            ids.lengths,
+            counts,
+            [
+                None
+                if len(group) == 1 and len(group[0].owners) == 1
+                else torch.cat([orders[feature.name] for feature in group])
+                for group in self.groups
+            ],
+            router.columns,
+            torch.stack(found.columns, dim=1),
+            found.block_lengths.sum(1),
+            found.block_lengths[self._local_blocks] if is_local else None,
         )
-
-    def _select(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the features of ``batch`` in the order of ``self.features``."""
-        keys, counts = batch.keys(), batch.length_per_key()
-        order = [keys.index(feature.key) for feature in self.features]
-        weights = batch.weights().split(counts) if self._has_weights else None
-        values, lengths = batch.values().split(counts), batch.lengths().view(len(keys), -1).unbind()
-        return KeyedJaggedTensor(
-            [feature.name for feature in self.features],
-            torch.cat([values[i] for i in order]),
-            torch.cat([weights[i] for i in order]) if weights else None,
-            lengths=torch.cat([lengths[i] for i in order]),
-            stride=batch.stride(),
-            length_per_key=[counts[i] for i in order],
-        )
-
-    def _recv_order(
-        self, group: list[Feature], features: KeyedJaggedTensor, key: Tensor
-    ) -> Tensor | None:
-        """Return the index of each row of ``group`` among its rows sorted by ``key``, the order in
-        which they are sent back. Returns None if the batch is in this order.
-        """
-        if len(group) == 1 and len(group[0].owners) == 1:
-            return None
-        first = self.features.index(group[0])
-        counts = features.length_per_key()
-        begin = sum(counts[:first])
-        order = key[begin : begin + sum(counts[first : first + len(group)])].argsort(stable=True)
-        index = torch.arange(len(order), device=order.device)
-        return torch.empty_like(order).scatter_(0, order, index)
-
-    def _payload(
-        self, features: KeyedJaggedTensor, batch: KeyedJaggedTensor, segment_index: Tensor
-    ) -> list[Tensor]:
-        """Return the numbers that are sent with ids, ``[N]`` int64 each."""
-        if not self._has_positions:
-            return []
-        ends = features.offsets()[1:].long()
-        index = torch.arange(segment_index.numel(), device=segment_index.device)
-        payload = [index - ends[segment_index]]
-        if self._has_ages:
-            ages, begin = torch.zeros_like(index), 0
-            for i, feature in enumerate(self.features):
-                end = begin + features.length_per_key()[i]
-                if feature.history is not None and feature.history.has_ages:
-                    sample = segment_index[begin:end] - i * features.stride()
-                    ages[begin:end] = _ages(batch, feature.history, sample)
-                begin = end
-            payload.append(ages)
-        if self._has_weights:
-            payload.append(features.weights().detach().double().view(torch.int64))
-        return payload
 
     def _all_to_all(
         self, x: Tensor, recv_splits: list[int], send_splits: list[int]
@@ -403,25 +347,14 @@ def one_bag_per_feature(keys: list[str], ids: Tensor, counts: list[int]) -> Keye
     return KeyedJaggedTensor(keys, ids, offsets=offsets, stride=1, length_per_key=counts)
 
 
-def _ages(batch: KeyedJaggedTensor, history: HistoryFeature, sample: Tensor) -> Tensor:
-    """Ages ``[N]`` in int64, relative to the request time or else the newest row. ``sample`` is the
-    sample of each row.
-    """
-    rows, timestamps = batch[history.feature], batch[history.timestamps]
-    check_equal_lengths(timestamps, history.timestamps, rows, history.feature)
-    times = timestamps.values().long()
-    if history.request_time:
-        request_time = batch[history.request_time]
-        if sample.numel() > 0:  # the placeholder of a batch without samples has no request time
-            check_single_rows([request_time], [history.request_time], "request_time", "integer")
-        references = request_time.values().long()[sample]
-    else:
-        references = times[(rows.offsets()[1:] - 1)[sample]]
-    return ages_at(references, times)
-
-
-def ages_at(references: Tensor, times: Tensor) -> Tensor:
-    """Return ``references - times``: 0 for later times, INT64_MAX on overflow."""
-    ages = references - times
-    ages.masked_fill_(ages < 0, INT64_MAX)
-    return ages.masked_fill_(times > references, 0)
+def _check_times(batch: KeyedJaggedTensor, features: Sequence[Feature]) -> None:
+    """Check that timestamps of local histories have the lengths of their ids."""
+    for feature in features:
+        history = feature.history
+        if history is not None and history.has_ages:
+            rows, timestamps = batch[history.feature], batch[history.timestamps]
+            check_equal_lengths(timestamps, history.timestamps, rows, history.feature)
+            # The placeholder of a batch without samples has no request time.
+            if history.request_time and rows.values().numel() > 0:
+                request_time = batch[history.request_time]
+                check_single_rows([request_time], [history.request_time], "request_time", "integer")

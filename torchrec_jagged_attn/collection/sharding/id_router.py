@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_jagged_attn.collection.sharding.id_exchange import INT64_MAX, MAX_ID, ages_at
+from torchrec_jagged_attn.base.devices import implementation
+from torchrec_jagged_attn.collection.sharding.kernels import pack_ids as kernels
 from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
+
+INT64_MAX = torch.iinfo(torch.int64).max
+MAX_ID = INT64_MAX // 2
 
 
 class Route(NamedTuple):
@@ -102,7 +106,7 @@ class IdRouter:
         for i, (owner, route) in enumerate(self.blocks):
             owners = [rank] if routes[route].is_replicated else routes[route].owners
             block_index[route, owners.index(owner)] = i
-        self.block_index = block_index.to(device)  # [routes, shards], -1 if there is none
+        self.block_index = block_index.to(device)  # [routes, shards], -1 for no block
         has_one_owner = [len(route.owners) == 1 or route.is_replicated for route in routes]
         rows = zip(has_one_owner, routes, strict=True)
         rows_per_owner = [INT64_MAX if one else route.rows_per_owner for one, route in rows]
@@ -162,8 +166,8 @@ class IdRouter:
                 x.weights().detach() if y else torch.zeros_like(x.values(), dtype=torch.float32)
                 for x, y in zip(inputs, self.is_weighted, strict=True)
             ]
-            weights = _not_empty(_join(parts))
-        values = _not_empty(_join([x.values() for x in inputs]))
+            weights = _not_empty(_join(parts)).float()
+        values = _not_empty(_join([x.values() for x in inputs])).long()
         lengths = _join([x.lengths() for x in inputs])
         return JoinedIds(values, weights, lengths.view(-1, inputs[0].stride()))
 
@@ -191,16 +195,28 @@ class IdRouter:
             is_valid,
         )
 
-    def sort(self, batch: BatchIds) -> SortedIds:
-        """Sort the ids of all routes. This reads their number from the device.
+    def sort(self, batch: BatchIds, size: int | None = None) -> SortedIds:
+        """Sort the ids of all routes.
 
-        On a GPU, ``kernels/pack_ids.py`` does the same without this read.
+        Args:
+            batch: the ids.
+            size: their number. If it is not given, it is read from the device.
         """
+        if size is None:
+            size = int(batch.lengths.sum())
         num_blocks, num_samples = len(self.blocks), batch.lengths.shape[1]
+        if implementation(self.device)[0] != "reference":
+            block_lengths = kernels.count_owners(self, batch)
+            begins = block_lengths.flatten().cumsum(0, dtype=torch.int64) - block_lengths.flatten()
+            columns = batch.values.new_empty(len(self.columns), size)
+            end = batch.values.new_full((num_blocks,), size)
+            args = block_lengths, begins, end, end, columns, size
+            order = kernels.pack_ids(self, batch, *args)
+            return SortedIds([*columns.unbind()], block_lengths, order)
         lengths = batch.lengths.flatten().long()
         # [N], the index of each id's route and sample: route * num_samples + sample
-        segment = torch.repeat_interleave(lengths)
-        index = torch.arange(segment.numel(), device=self.device)
+        segment = torch.repeat_interleave(lengths, output_size=size)
+        index = torch.arange(size, device=self.device)
         ends = lengths.cumsum(0)
         in_segment = index - (ends - lengths)[segment]
         route = segment // num_samples
@@ -258,6 +274,18 @@ class IdRouter:
 def pair_capacity(source: int, owner: int) -> str:
     """Return the name of the capacity of ids sent from a source rank to an owner rank."""
     return f"ids: {source} -> {owner}"
+
+
+def ages_at(references: Tensor, times: Tensor) -> Tensor:
+    """Return ``references - times``: 0 for later times, INT64_MAX on overflow."""
+    ages = references - times
+    ages.masked_fill_(ages < 0, INT64_MAX)
+    return ages.masked_fill_(times > references, 0)
+
+
+def as_weights(column: Tensor) -> Tensor:
+    """Return the weights in a column, in fp32."""
+    return column.int().view(torch.float32)
 
 
 def _join(tensors: list[Tensor]) -> Tensor:

@@ -2,8 +2,8 @@
 
 ``count_owners`` and ``pack_ids`` have one program for the ids of each route and sample. For each
 rank that stores rows of the table, it passes over the ids again, which remain in the cache:
-``count_owners`` counts those of the rank, ``pack_ids`` writes them, in their order, to where the
-sums of the counts of all programs say. So ids need not be sorted.
+``count_owners`` counts the ids of the rank. From cumulative sums of these counts, ``pack_ids`` gets
+the positions of its ids in the message, and writes them in their order. So ids need not be sorted.
 
 With N ids of 8 bytes and C numbers that are sent for each, they must read 16·N bytes and write
 8·(C + 1)·N, and ``unpack_ids`` must read and write 8·C·N.
@@ -11,13 +11,17 @@ With N ids of 8 bytes and C numbers that are sent for each, they must read 16·N
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchrec_jagged_attn.collection.sharding.id_router import BatchIds, IdRouter
 from torchrec_jagged_attn.ops.launch import Launcher
+
+if TYPE_CHECKING:
+    from torchrec_jagged_attn.collection.sharding.id_router import BatchIds, IdRouter
 
 BLOCK, UNPACK_BLOCK = 256, 1024
 NUM_CHUNKS = 32
@@ -94,7 +98,7 @@ def _pack_ids_kernel(
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the ids of one route and sample, and what is sent with them."""
+    """Write the ids of one route and sample, and the numbers that are sent with them."""
     segment = tl.program_id(0).to(tl.int64)
     route = segment // num_samples
     sample = segment % num_samples
