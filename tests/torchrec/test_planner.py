@@ -147,5 +147,5 @@ def test_bytes_equal_the_documented_formula(tmp_path: Path, backend: str):
     ids = 3 * 16 / 2  # half are on the rank itself
     for counted in run_ranks(count_bytes, tmp_path, backend):
         for length, in_fact in zip((2, 50), counted, strict=True):
-            _, sent = namespace["sent"](RANKS, 3, length, width=16, heads=2, size=4)
+            _, sent = namespace["sent"](RANKS, 3, length, width=16, heads=2, size=4, headroom=1)
             assert in_fact == sent - ids * (length + 1)
