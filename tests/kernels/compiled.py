@@ -34,7 +34,7 @@ from torchrec_jagged_attn import (
     jagged_target_attention,
 )
 from torchrec_jagged_attn.base import devices
-from torchrec_jagged_attn.collection.sharding.fixed_exchange import FixedExchange
+from torchrec_jagged_attn.collection.sharding.fixed_exchange import FixedExchange, SentIds
 from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, pair_capacity
 from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
 from torchrec_jagged_attn.events import select_events
@@ -230,7 +230,7 @@ def ids(is_weighted: bool = False) -> None:
     router = IdRouter([route], [["history", "times"]], [is_weighted], 0, 2, torch.device("cpu"))
     capacities = {pair_capacity(i, j): 8 for i in range(2) for j in range(2)}
     group: Any = None  # nothing is sent
-    exchange = FixedExchange(router, [[0]], group, [2, 2], capacities)
+    exchange = FixedExchange(router, [[0]], group, [2, 2], capacities, 8)
     values = torch.zeros(8, dtype=torch.int64)
     batch = KeyedJaggedTensor(
         ["history", "times"],
@@ -239,8 +239,9 @@ def ids(is_weighted: bool = False) -> None:
         lengths=torch.full((4,), 2, dtype=torch.int32),
     )
     message = values.new_zeros(100)
-    exchange._pack(router.read(router.join([batch])), message)
-    exchange._unpack(None, message)
+    ids = router.read(router.join([batch]))
+    block_lengths, order = exchange._pack(ids, message)
+    exchange._unpack(SentIds(ids.lengths, block_lengths.sum(1), order), message)
 
 
 CASES = {

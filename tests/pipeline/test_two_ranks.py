@@ -28,6 +28,7 @@ from tests.pipeline.training import (
     WithLayer,
     assert_same_runs,
     count_reasons,
+    finish,
     make_batch,
     make_dlrm,
     poison,
@@ -35,8 +36,9 @@ from tests.pipeline.training import (
     train,
     train_both,
 )
-from tests.torchrec.two_ranks import assert_same_run, make_model, run_ranks
+from tests.torchrec.two_ranks import NUM_IDS, assert_same_run, make_model, run_ranks
 from torchrec_jagged_attn import EncoderConfig, HistoryEmbeddingCollectionSharder
+from torchrec_jagged_attn.collection.sharding.fixed_exchange import ExchangedIds, FixedExchange
 from torchrec_jagged_attn.pipeline import TrainPipelineCudaGraph
 
 ROW_WISE, TABLE_WISE = ShardingType.ROW_WISE, ShardingType.TABLE_WISE
@@ -230,7 +232,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "enqueue_batch_after_forward": {"enqueue_batch_after_forward": True},
     "execute_all_batches=False": {"execute_all_batches": False},
 }
-NUMBERS_OF_BATCHES = [(7, 5), (4, 6)]
+NUMBERS_OF_BATCHES = [(11, 9), (7, 8)]
 """Of both ranks in each epoch."""
 
 
@@ -249,6 +251,69 @@ def train_epochs(device: torch.device, order: str) -> list[Tensor]:
             epochs.append(train(pipeline, batches).losses)
         losses.append(torch.cat(epochs))
     return losses
+
+
+class InterruptedLoader:
+    """Iterates over ``batches``, and raises an error once."""
+
+    def __init__(self, batches: list[Any], at: int) -> None:
+        self.batches, self.at, self.calls = iter(batches), at, 0
+
+    def __iter__(self) -> "InterruptedLoader":
+        return self
+
+    def __next__(self) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise ConnectionError
+        return next(self.batches)
+
+
+def train_with_interrupted_loader(device: torch.device) -> list[Run]:
+    """``progress`` is called again after an error of the loader."""
+    runs = []
+    for pipeline_type in PIPELINES:
+        pipeline = make_pipeline(device, pipeline_type=pipeline_type)
+        loader, losses = InterruptedLoader(make_batches(12), at=9), []
+        while True:
+            try:
+                losses.append(pipeline.progress(loader)[0].detach().cpu())
+            except ConnectionError:
+                continue
+            except StopIteration:
+                break
+        runs.append(finish(pipeline, losses))
+    return runs
+
+
+def evaluate(step: int, pipeline: Any) -> None:
+    """Evaluate on three batches of another size. Before the last one, detach and attach."""
+    if step in (CHANGED, CHANGED + 3):
+        pipeline._model.train(step != CHANGED)
+    if step == CHANGED + 2:
+        pipeline.attach(pipeline.detach())
+
+
+def train_and_evaluate(device: torch.device) -> tuple[Run, Run]:
+    batches = make_batches(12)
+    for step in range(CHANGED, CHANGED + 3):
+        batches[step] = make_batch(step, dist.get_rank(), num_samples=7)
+    return train_batches(device, batches, evaluate)
+
+
+def poison_old_ids(patch: pytest.MonkeyPatch) -> None:
+    """Overwrite the result of each exchange before the next but one, as CUDA graphs do."""
+    start, results = FixedExchange.start, []
+
+    def start_and_poison(self: FixedExchange, *args: Any) -> ExchangedIds:
+        if len(results) == 2:
+            old = results.pop(0)
+            for x in (old._columns, old._lengths, *old._sent_ids):
+                x.fill_(NUM_IDS - 1)
+        results.append(start(self, *args))
+        return results[-1]
+
+    patch.setattr(FixedExchange, "start", start_and_poison)
 
 
 class Counting(nn.Module):
@@ -309,12 +374,16 @@ def on_each_rank(device: torch.device) -> dict[str, Any]:
         functions[name] = lambda change=change: train_batches(device, make_batches(), change)
     for name, num_cats in SMALL_TABLES.items():
         functions[name] = functools.partial(train_small_table, device, num_cats)
+    functions["interrupted loader"] = lambda: train_with_interrupted_loader(device)
+    functions["evaluation"] = lambda: train_and_evaluate(device)
     functions["hook"] = lambda: train_with_hook_on_a_rank(device)
     functions["counting"] = lambda: train_layer(device, Counting())
     functions["EmbeddingCollectionSharder"] = lambda: train_torchrec_sharder(device)
     results: dict[str, Any] = {}
     # Ids decide how many rows a rank has, so that the first batch may not have the most.
-    with short_warm_up(headroom=3):
+    with short_warm_up(headroom=3), pytest.MonkeyPatch.context() as patch:
+        if device.type == "cpu":
+            poison_old_ids(patch)
         for name, function in functions.items():
             try:
                 results[name] = function()
@@ -395,6 +464,19 @@ def test_all_ranks_run_eagerly_if_one_must(ranks: OnRanks, name: str):
         assert count_reasons(run, reasons[not has_misfit]) == eager_steps
         assert run.num_replayed_steps == len(batches) - SHORT_WARM_UP - eager_steps
         assert run.num_captures == 1 + (name == "more rows from now on" and not is_alone)
+
+
+def test_progress_after_an_error_of_the_loader(ranks: OnRanks):
+    for expected, run in results_of(ranks, "interrupted loader"):
+        assert_same_runs(run, expected)
+        assert run.num_replayed_steps == 12 - SHORT_WARM_UP
+
+
+def test_evaluation_on_batches_of_another_size(ranks: OnRanks):
+    for expected, run in results_of(ranks, "evaluation"):
+        assert_same_runs(run, expected)
+        assert run.eager_steps["evaluation"] == 3
+        assert run.num_captures == 2  # attach captures again
 
 
 @pytest.mark.parametrize("order", ORDERS)

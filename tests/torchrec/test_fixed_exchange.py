@@ -118,7 +118,8 @@ def make_exchange(
     dist.all_gather_object(per_rank, largest)
     capacities = dict(itertools.chain(*(x.items() for x in per_rank)))
     group: Any = dist.group.WORLD
-    return FixedExchange(router, lookups, group, num_samples, capacities)
+    num_values = max(sum(x.values().numel() for x in inputs) for inputs in batches)
+    return FixedExchange(router, lookups, group, num_samples, capacities, 10 * num_values)
 
 
 def received_ids(ids: ExchangedIds, lookups: list[list[int]]) -> list[tuple]:
@@ -135,8 +136,7 @@ def received_ids(ids: ExchangedIds, lookups: list[list[int]]) -> list[tuple]:
 def exchange(device: torch.device, case: str) -> list[tuple]:
     """Values, weights and lengths of each lookup, of TorchRec and of the exchange.
 
-    On a GPU, a CUDA graph exchanges all but the first two batches. While the ids of a batch are
-    used, the next batch is exchanged.
+    While the ids of a batch are used, the next batch is exchanged.
     """
     rank, num_samples = dist.get_rank(), [4, 3][: dist.get_world_size()]
     options: dict[str, Any] = CASES[case] | {"device": device}
@@ -176,10 +176,12 @@ def exchange_misfits(device: torch.device) -> dict[str, bool]:
     fixed = make_exchange([inputs], num_samples, device)
     # More ids, another number of samples, and a batch that is not accepted, on the first rank.
     long = make_inputs(rank, num_samples, [8, 3], device=device)
+    huge = make_inputs(rank, num_samples, [100, 3], device=device)
     smaller = make_inputs(rank, [2, 3], device=device)
     return {
         "fits": fixed.start(inputs, True).is_complete(),
         "long": fixed.start(long, True).is_complete(),
+        "huge": fixed.start(huge, True).is_complete(),
         "smaller": fixed.start(smaller, True).is_complete(),
         "not accepted": fixed.start(inputs, rank != 0).is_complete(),
         "fits again": all(fixed.start(inputs, True).is_complete() for _ in range(NUM_BATCHES)),
@@ -229,3 +231,4 @@ def test_ranks_know_whether_they_have_all_ids(ranks: list[dict[str, Any]]):
         if rank == 0:
             assert not misfits["long"]
             assert not misfits["long again"]
+            assert not misfits["huge"]

@@ -38,6 +38,9 @@ from torchrec_jagged_attn.collection.sharding.id_exchange import (
 from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, as_weights
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 
+NUM_VALUES = "ids of all features"
+"""Name of a capacity: the number of ids of a batch, also of features that are not exchanged."""
+
 
 class ModuleRoutes(Protocol):
     """The routes of a sharded module."""
@@ -231,29 +234,39 @@ class BatchExchange:
 
     Attributes:
         signature: number of samples, 0 of a batch that cannot be exchanged with fixed sizes; and
-            the names of modules and columns.
+            the columns, modules and dtype of lengths that are exchanged.
     """
 
     def __init__(
         self,
         signature: tuple[int, Any],
         modules: Mapping[str, tuple[ModuleRoutes, int]],
+        counts: dict[str, int],
         ids: ExchangedIds | None = None,
-        counts: dict[str, int] | None = None,
     ) -> None:
-        self.signature, self._modules, self._ids = signature, modules, ids
-        self._counts = counts or {}
+        self.signature, self._modules, self._counts, self._ids = signature, modules, counts, ids
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the batch is exchanged with fixed sizes."""
+        return self._ids is not None
 
     def counts(self) -> dict[str, int]:
         """Return numbers of ids, by the names of their capacities."""
-        return self._counts if self._ids is None else self._ids.pair_counts()
+        return self._counts | ({} if self._ids is None else self._ids.pair_counts())
 
     def is_complete(self) -> bool:
         """Return whether this rank has all ids of its rows. Waits for the numbers of ids."""
         return self._ids is None or self._ids.is_complete()
 
     def result(self, name: str, context: Any, ids: Any) -> Any:
-        """Return the result of the input dist of a module, which is ``ids`` if it was called."""
+        """Return the ids of a module, and set the numbers of its ``context``.
+
+        Args:
+            name: name of the module.
+            context: the module's context of the batch.
+            ids: the result of its input dist, for modules whose input dist is not replaced.
+        """
         if self._ids is None or name not in self._modules:
             return ids
         routes, first = self._modules[name]
@@ -263,7 +276,7 @@ class BatchExchange:
 class ModelExchange:
     """Replaces input dists of ``modules``, by name, by one exchange of fixed size.
 
-    Until :meth:`fix` is called, it calls the input dists and counts the ids of each pair of ranks.
+    Until :meth:`fix` is called, the input dists exchange ids.
 
     Args:
         modules: sharded modules, by name.
@@ -276,12 +289,9 @@ class ModelExchange:
     ) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
         kinds = ShardedHistoryEmbeddingCollection, ShardedEmbeddingBagCollection
-        modules = {name: x for name, x in modules.items() if isinstance(x, kinds)}
-        self._all_modules = modules
-        self._input_dists = {name: module.input_dist for name, module in modules.items()}
-        self._was_set = {name: "input_dist" in vars(x) for name, x in modules.items()}
-        for name, module in modules.items():
-            module.input_dist = functools.partial(self._input_dist, name)
+        self._all_modules: dict[str, Any] = {
+            name: module for name, module in modules.items() if isinstance(module, kinds)
+        }
         self._features: dict[str, Any] = {}  # of one batch, by module
         self._inputs: dict[str, int] = {}  # index of the KeyedJaggedTensor, by module
         self._names_of_inputs: list[str] = []  # a module with each KeyedJaggedTensor
@@ -289,13 +299,16 @@ class ModelExchange:
         self._modules: dict[str, tuple[ModuleRoutes, int]] = {}
         self._fixed: FixedExchange | None = None
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether batches are exchanged with fixed sizes."""
+        return self._fixed is not None
+
     def close(self) -> None:
-        """Restore the input dists."""
-        for name, module in self._all_modules.items():
-            if self._was_set[name]:
-                module.input_dist = self._input_dists[name]
-            else:
-                del module.input_dist
+        """Exchange further batches by the input dists, and delete CUDA graphs."""
+        if self._fixed is not None:
+            self._fixed.close()
+            self._fixed = None
 
     def fix(
         self,
@@ -313,7 +326,7 @@ class ModelExchange:
         Returns:
             The names of the modules whose input dists are replaced: none if ranks differ.
         """
-        self._fixed = None
+        self.close()
         samples, contents = zip(*per_rank, strict=True)
         if self._router is None or not all(samples) or any(x != contents[0] for x in contents):
             return []
@@ -322,44 +335,69 @@ class ModelExchange:
             for routes, first in self._modules.values()
             for lookup in routes.lookups
         ]
-        self._fixed = FixedExchange(self._router, lookups, group, samples, capacities)
+        *_, lengths_dtype = contents[0]
+        self._fixed = FixedExchange(
+            self._router, lookups, group, samples, capacities, capacities[NUM_VALUES], lengths_dtype
+        )
         return [*self._modules]
 
     @contextlib.contextmanager
-    def exact(self) -> Iterator[None]:
-        """Call the input dists."""
-        fixed, self._fixed = self._fixed, None
+    def replaced_input_dists(self, is_fixed: bool) -> Iterator[None]:
+        """Replace the input dists in this context, in which they must be called for one batch.
+
+        Args:
+            is_fixed: whether the batch will be exchanged with fixed sizes. Otherwise, the input
+                dists are called as well.
+        """
+        before = {name: vars(x).get("input_dist") for name, x in self._all_modules.items()}
         try:
+            for name, module in self._all_modules.items():
+                module.input_dist = functools.partial(
+                    self._input_dist, name, module.input_dist, is_fixed
+                )
             yield
         finally:
-            self._fixed = fixed
+            for name, module in self._all_modules.items():
+                del module.input_dist
+                if before[name] is not None:
+                    module.input_dist = before[name]
 
-    def _input_dist(self, name: str, context: Any, features: Any) -> Any:
+    def _input_dist(
+        self, name: str, input_dist: Any, is_fixed: bool, context: Any, features: Any
+    ) -> Any:
         self._features[name] = features
-        if self._fixed is not None and name in self._modules:
+        if is_fixed and name in self._modules:
             return KJTListSplitsAwaitable([], context)
-        return self._input_dists[name](context, features)
+        return input_dist(context, features)
 
-    def start(self) -> BatchExchange:
-        """Exchange, or count, the ids of the batch whose input dists were called last."""
+    def start(self, is_fixed: bool, is_counted: bool) -> BatchExchange:
+        """Exchange the ids of the batch whose input dists were called last.
+
+        Args:
+            is_fixed: whether the input dists were replaced.
+            is_counted: otherwise, whether to count the ids, which waits for the device.
+        """
         features, self._features = self._features, {}
         if self._router is None:
             self._router = self._plan(features)
         inputs = [features[name] for name in self._names_of_inputs]
         if self._router is None:
-            return BatchExchange((0, None), {})
+            return BatchExchange((0, None), {}, {})
         fits = (
             all(map(_is_supported, inputs))
             and all(features[name] is inputs[i] for name, i in self._inputs.items())
             and self._router.accepts(inputs)
         )
         num_samples = inputs[0].stride() if fits else 0
-        signature = num_samples, (self._router.columns, [*self._modules])
-        if self._fixed is not None:
+        lengths_dtype = inputs[0].lengths().dtype
+        signature = num_samples, (self._router.columns, [*self._modules], lengths_dtype)
+        counts = {NUM_VALUES: sum(x.values().numel() for x in inputs)} if fits else {}
+        if is_fixed and self._fixed is not None:
             ids = self._fixed.start(inputs, fits)
-            return BatchExchange(signature, self._modules, ids)
-        counts = self._router.count(inputs) if fits else {}
-        return BatchExchange(signature, self._modules, counts=counts)
+            return BatchExchange(signature, self._modules, counts, ids)
+        if fits and is_counted:
+            counts |= self._router.count(inputs)
+        return BatchExchange(signature, self._modules, counts)
 
     def _plan(self, features: Mapping[str, Any]) -> IdRouter | None:
         """Make the routes of all modules that are supported."""

@@ -197,18 +197,32 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
                 set_group(module, old, new)
 
     def start_sparse_data_dist(self, batch: Any, context: Any) -> None:
-        if self._exchange is None and self._ranks.size > 1:
+        exchange: BatchExchange | None = getattr(context, "exchange", None)
+        is_fixed = self._exchange is not None and self._exchange.is_fixed
+        if is_fixed and exchange is not None and exchange.is_fixed:
+            return  # it was started in a call of progress that raised an error
+        # Batches of an evaluation often have another size.
+        self._start_exchange(batch, context, is_fixed and self._model.training)
+
+    def _start_exchange(self, batch: Any, context: Any, is_fixed: bool) -> None:
+        """Start the exchange of the ids of a batch, with fixed or with true sizes."""
+        if batch is None or self._ranks.size == 1:
+            super().start_sparse_data_dist(batch, context)
+            return
+        if self._exchange is None:
             pipelined: list[Any] = self._pipelined_modules
             modules = {x.forward.name: x for x in pipelined}
             rank = self._ranks.group.rank()
             self._exchange = ModelExchange(modules, rank, self._ranks.size, self._device)
-        super().start_sparse_data_dist(batch, context)
-        if batch is not None and self._exchange is not None:
-            stream: Any = self._data_dist_stream
-            if stream is not None:  # steps before may use the tensors that the exchange writes
-                stream.wait_stream(torch.cuda.current_stream())
-            with self._stream_context(stream):  # pyright: ignore
-                context.exchange = self._exchange.start()
+        with self._exchange.replaced_input_dists(is_fixed):
+            super().start_sparse_data_dist(batch, context)
+        stream: Any = self._data_dist_stream
+        if is_fixed and stream is not None:  # for the last use of the tensors that it writes
+            stream.wait_stream(torch.cuda.current_stream())
+        # Capacities are computed from the first batches, and from those that do not fit.
+        is_counted = self._captured_step is None or self._exchange.is_fixed
+        with self._stream_context(stream):  # pyright: ignore
+            context.exchange = self._exchange.start(is_fixed, is_counted and self._model.training)
 
     def _next_batch(self, dataloader_iter: Iterator[Any]) -> Any:
         batch = super()._next_batch(dataloader_iter)
@@ -316,10 +330,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
 
     def _prepare_exactly(self) -> tuple[_Step, _Agreement]:
         """Exchange the ids of the current batch again, with their true numbers."""
-        assert self._exchange is not None
-        with self._exchange.exact():
-            self.start_sparse_data_dist(self.batches[0], self.contexts[0])
-            self.wait_sparse_data_dist(self.contexts[0])
+        self._start_exchange(self.batches[0], self.contexts[0], is_fixed=False)
+        self.wait_sparse_data_dist(self.contexts[0])
         return self._prepare(0)
 
     def _misfit(self, step: _Step) -> tuple[str | None, bool]:
@@ -413,7 +425,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         if self._exchange is not None and step.exchange is not None:
             per_rank = self._ranks.gather(step.exchange.signature)
             group = self._input_group or self._ranks.group
-            fixed = self._exchange.fix(group, per_rank, captured.capacities)
+            with self._stream_context(self._data_dist_stream):  # pyright: ignore
+                fixed = self._exchange.fix(group, per_rank, captured.capacities)
             names = [name for name, *_ in self._sharded]
             self.exchanges = {name: "fixed" if name in fixed else "exact" for name in names}
         captured.close()

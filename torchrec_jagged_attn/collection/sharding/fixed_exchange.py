@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,12 +39,17 @@ class Segment(NamedTuple):
 class FixedExchange:
     """Exchanges the ids of batches with ``samples_per_rank`` samples.
 
+    All ranks must construct it together. On a GPU, they exchange an empty batch, and the current
+    stream must not be the default stream.
+
     Args:
         router: the router of this rank.
         lookups: routes whose ids a lookup reads, in its order, for each lookup of the model.
         group: process group of the exchange.
         samples_per_rank: samples of each rank.
         capacities: numbers of ids, by :func:`pair_capacity`.
+        num_values: largest number of ids of a batch.
+        lengths_dtype: dtype of the lengths of batches.
     """
 
     def __init__(
@@ -55,9 +59,11 @@ class FixedExchange:
         group: dist.ProcessGroup,
         samples_per_rank: Sequence[int],
         capacities: Mapping[str, int],
+        num_values: int,
+        lengths_dtype: torch.dtype = torch.int64,
     ) -> None:
         self.router, self.group, self.samples_per_rank = router, group, [*samples_per_rank]
-        self.capacities = capacities
+        self.capacities, self._num_values = capacities, num_values
         rank, ranks, device = router.rank, range(router.num_ranks), router.device
         num_columns = len(router.columns)
         self._num_samples = samples_per_rank[rank]
@@ -124,47 +130,48 @@ class FixedExchange:
             for x, at, n in zip(self.segments, in_wire, samples, strict=True)
         ]
         self._recv_length_index = ranges(index, samples)
-        # For every other batch, as a batch is exchanged while the results of the last one are used.
-        self._graphs: list[_Graph | None] = [None, None]
+        self._empty = router.empty(self._num_samples, lengths_dtype)
+        self._graphs: list[_Graph] = []
+        if device.type == "cuda" and implementation(device)[0] == "triton":
+            self._graphs = [_Graph(self._exchange, self._empty, num_values) for _ in range(2)]
+
+    def close(self) -> None:
+        """Delete CUDA graphs. Results remain valid."""
+        self._graphs = []
 
     def start(self, inputs: Sequence[KeyedJaggedTensor], can_send: bool) -> ExchangedIds:
         """Send the ids of a batch.
 
-        On a GPU, the current stream must not be the default stream. The result is valid until the
-        next but one call, whose stream must wait for all uses of the result.
+        On a GPU, the result is valid until the next but one call: its tensors are those of one of
+        two CUDA graphs, which are replayed in turn. The stream of a call must wait for all uses of
+        the result of the last but one.
 
         If not ``can_send``, because the router does not accept the batch, or with another number of
-        samples, owner ranks are sent -1 as the number of samples.
+        samples or more ids, owner ranks are sent -1 as the number of samples. So all ranks replay
+        their graphs in all calls, as NCCL requires.
         """
-        if not (can_send and inputs[0].stride() == self._num_samples):
-            return ExchangedIds(self, *self._exchange(None))
-        batch = self.router.join(inputs)
+        num_values = sum(x.values().numel() for x in inputs)
+        can_send = (
+            can_send and inputs[0].stride() == self._num_samples and num_values <= self._num_values
+        )
+        batch = self.router.join(inputs) if can_send else self._empty
+        if not self._graphs:
+            return ExchangedIds(self, *self._exchange(batch))
         self._graphs.reverse()
-        graph = self._graphs[0]
-        if graph is not None and graph.fits(batch):
-            return ExchangedIds(self, *graph.replay(batch))
-        results = self._exchange(batch)
-        if batch.values.is_cuda and implementation(batch.values.device)[0] != "reference":
-            self._graphs[0] = _Graph(self._exchange, batch)
-        return ExchangedIds(self, *results)
+        return ExchangedIds(self, *self._graphs[0].replay(batch))
 
-    def _exchange(self, joined: JoinedIds | None) -> _Results:
-        """Send the ids of a batch, or -1 instead of its number of samples."""
+    def _exchange(self, joined: JoinedIds) -> _Results:
+        """Send the ids of a batch."""
         message = self._recv_headers.new_empty(sum(self._send_splits))
-        sent = None
-        if joined is not None:
-            batch = self.router.read(joined)
-            block_lengths, order = self._pack(batch, message)
-            message.view(torch.int32)[self._send_length_index] = block_lengths.flatten()
-            header = torch.where(batch.is_valid, self._num_samples, -1)
-            sent = SentIds(batch.lengths, block_lengths.sum(1), order)
-        else:
-            header = message.zero_().new_full((), -1)
-        message[self._send_headers] = header
+        batch = self.router.read(joined)
+        block_lengths, order = self._pack(batch, message)
+        message.view(torch.int32)[self._send_length_index] = block_lengths.flatten()
+        message[self._send_headers] = torch.where(batch.is_valid, self._num_samples, -1)
         received = message.new_empty(sum(self._recv_splits))
         dist.all_to_all_single(
             received, message, self._recv_splits, self._send_splits, group=self.group
         )
+        sent = SentIds(batch.lengths, block_lengths.sum(1), order)
         return self._unpack(sent, received)
 
     def _pack(self, batch: BatchIds, message: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +200,7 @@ class FixedExchange:
         """Return the number of ids sent to ranks before each owner rank."""
         return (self._is_before * block_lengths.sum(1)).sum(1)
 
-    def _unpack(self, sent: SentIds | None, received: Tensor) -> _Results:
+    def _unpack(self, sent: SentIds, received: Tensor) -> _Results:
         """Put received ids into the order of lookups, routes, source ranks and samples."""
         lengths = received.view(torch.int32)[self._recv_length_index]
         ends = lengths.cumsum(0, dtype=torch.int64)[self._sample_ends - 1]
@@ -215,8 +222,7 @@ class FixedExchange:
             offsets = torch.arange(num_columns, device=received.device)[:, None]
             index = index + offsets * self._recv_strides[segment]
             columns = received[index.clamp_(0, received.numel() - 1)]
-        sent_counts = counts.new_zeros(0) if sent is None else sent.block_counts
-        numbers = torch.cat([received[self._recv_headers], counts, sent_counts])
+        numbers = torch.cat([received[self._recv_headers], counts, sent.block_counts])
         return _Results(sent, lengths, columns, numbers)
 
 
@@ -231,7 +237,7 @@ class SentIds(NamedTuple):
 class _Results(NamedTuple):
     """The tensors of :class:`ExchangedIds`."""
 
-    sent: SentIds | None
+    sent: SentIds
     lengths: Tensor  # of the received ids, of all segments
     columns: Tensor  # [columns, ids], of all segments
     # Headers of the source ranks, then numbers of ids of each segment and of each block
@@ -239,34 +245,30 @@ class _Results(NamedTuple):
 
 
 class _Graph:
-    """A captured exchange, with tensors of its own for a batch and the results.
+    """An exchange in a CUDA graph, with tensors of its own for the batch and the results.
 
     Args:
-        exchange: the function to capture. It was called before, as the first call compiles kernels
-            and connects ranks.
-        batch: a batch. Others may have up to ``HEADROOM`` times as many ids.
+        exchange: the function to capture.
+        empty: a batch without ids.
+        num_values: largest number of ids of a batch.
     """
 
-    HEADROOM = 1.2
-
-    def __init__(self, exchange: Callable[[JoinedIds], _Results], batch: JoinedIds) -> None:
-        size = math.ceil(self.HEADROOM * batch.values.numel())
-        weights = None if batch.weights is None else batch.weights.new_zeros(size)
-        self._batch = JoinedIds(
-            batch.values.new_zeros(size), weights, torch.zeros_like(batch.lengths)
-        )
+    def __init__(
+        self, exchange: Callable[[JoinedIds], _Results], empty: JoinedIds, num_values: int
+    ) -> None:
+        values = empty.values.new_zeros(max(num_values, 1))
+        weights = None if empty.weights is None else empty.weights.new_zeros(values.shape)
+        self._batch = JoinedIds(values, weights, empty.lengths.clone(), empty.is_sent.clone())
+        exchange(self._batch)  # compiles kernels and connects ranks
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._results = exchange(self._batch)
 
-    def fits(self, batch: JoinedIds) -> bool:
-        return batch.values.numel() <= self._batch.values.numel()
-
     def replay(self, batch: JoinedIds) -> _Results:
         for static, x in zip(self._batch, batch, strict=True):
             if static is not None and x is not None:
-                static[: x.shape[0]].copy_(x)
+                (static[: x.shape[0]] if x.dim() else static).copy_(x)
         self._graph.replay()
         return self._results
 
@@ -281,7 +283,7 @@ class ExchangedIds:
     def __init__(
         self,
         exchange: FixedExchange,
-        sent: SentIds | None,
+        sent: SentIds,
         lengths: Tensor,
         columns: Tensor,
         numbers: Tensor,
@@ -319,7 +321,7 @@ class ExchangedIds:
     def _sent(self) -> dict[tuple[int, int], int]:
         """Numbers of ids sent, by owner rank and route."""
         numbers = self._read[len(self._headers) + len(self._received) :]
-        return dict(zip(self._exchange.router.blocks, numbers, strict=bool(numbers)))
+        return dict(zip(self._exchange.router.blocks, numbers, strict=True))
 
     @functools.cached_property
     def _read(self) -> list[int]:
@@ -328,11 +330,8 @@ class ExchangedIds:
         return self._numbers.tolist()
 
     def pair_counts(self) -> dict[str, int]:
-        """Return the numbers of ids sent to each rank, by the names of their capacities.
-
-        Returns no numbers of a batch that was not sent.
-        """
-        return self._exchange.router.counts([*self._sent.values()]) if self._sent else {}
+        """Return the numbers of ids sent to each rank, by the names of their capacities."""
+        return self._exchange.router.counts([*self._sent.values()])
 
     def is_complete(self) -> bool:
         """Return whether this rank received all ids of its rows, and sent all of its samples."""
@@ -358,14 +357,12 @@ class ExchangedIds:
 
     def lengths(self, first: int, last: int) -> Tensor:
         """Return the lengths of routes ``first`` to ``last - 1``, ``[routes, B]``."""
-        assert self._sent_ids is not None
         return self._sent_ids.lengths[first:last]
 
     def order(self, first: int, last: int) -> Tensor:
         """Return the index of each row of routes ``first`` to ``last - 1`` among the rows of their
         group, in the order in which they are sent back.
         """
-        assert self._sent_ids is not None
         totals = [sum(self.sent(route)) for route in range(last)]
         return self._sent_ids.order.narrow(0, sum(totals[:first]), sum(totals[first:]))
 

@@ -45,6 +45,7 @@ class JoinedIds(NamedTuple):
     values: Tensor  # [N] int64, N > 0
     weights: Tensor | None  # [N] fp32, if the weights of ids are sent
     lengths: Tensor  # [features, B]
+    is_sent: Tensor  # [] bool, otherwise owner ranks learn that the batch cannot be sent
 
 
 class BatchIds(NamedTuple):
@@ -57,7 +58,8 @@ class BatchIds(NamedTuple):
     # For ages, where its timestamps begin, and the time to which they are relative.
     time_begins: Tensor | None  # [routes, B] int64
     references: Tensor | None  # [routes, B] int64
-    is_valid: Tensor  # [] bool, whether there is one timestamp for each id, and one request time
+    # [] bool, whether it is sent, there is one timestamp for each id, and one request time
+    is_valid: Tensor
 
 
 class SortedIds(NamedTuple):
@@ -121,6 +123,7 @@ class IdRouter:
             [[routes[route].group == group for _, route in self.blocks] for group in groups]
         )
         self._is_in_group = is_in_group.to(device)
+        self._true = torch.ones((), dtype=torch.bool, device=device)
         begins = [0, *itertools.accumulate(len(x) for x in keys)]
 
         def features(key_of: Sequence[str | None]) -> Tensor:
@@ -169,22 +172,30 @@ class IdRouter:
             weights = _not_empty(_join(parts)).float()
         values = _not_empty(_join([x.values() for x in inputs])).long()
         lengths = _join([x.lengths() for x in inputs])
-        return JoinedIds(values, weights, lengths.view(-1, inputs[0].stride()))
+        return JoinedIds(values, weights, lengths.view(-1, inputs[0].stride()), self._true)
+
+    def empty(self, num_samples: int, dtype: torch.dtype) -> JoinedIds:
+        """Return a batch without ids that is not sent. Lengths have the given ``dtype``."""
+        num_features = sum(map(len, self.keys))
+        lengths = torch.zeros(num_features, num_samples, dtype=dtype, device=self.device)
+        values = torch.zeros(1, dtype=torch.int64, device=self.device)
+        weights = values.float() if "weights" in self.columns else None
+        return JoinedIds(values, weights, lengths, ~self._true)
 
     def read(self, batch: JoinedIds) -> BatchIds:
         """Return the ids of a batch by route. Nothing is read from the device."""
         values, lengths = batch.values, batch.lengths
         ends = lengths.flatten().cumsum(0, dtype=torch.int64).view(lengths.shape)
         begins = ends - lengths
-        is_valid = torch.ones((), dtype=torch.bool, device=self.device)
-        time_begins = references = None
+        is_valid, time_begins, references = batch.is_sent, None, None
         if "ages" in self.columns:
             time_begins = begins[self._times]
             has_request = self._has_request[:, None]
             references = torch.where(has_request, begins[self._requests], ends[self._times] - 1)
             references = values[references.clamp_(0, values.numel() - 1)]
             has_one = (lengths[self._requests] == 1) | ~has_request
-            is_valid = ((lengths[self._times] == lengths[self._features]) & has_one).all()
+            has_times = lengths[self._times] == lengths[self._features]
+            is_valid = is_valid & (has_times & has_one).all()
         return BatchIds(
             values,
             None if batch.weights is None else batch.weights.view(torch.int32),
