@@ -1,7 +1,9 @@
 """``TrainPipelineCudaGraph`` on two ranks: same training, and ranks that decide alike."""
 
 import functools
+import gc
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -301,6 +303,18 @@ def train_and_evaluate(device: torch.device) -> tuple[Run, Run]:
     return train_batches(device, batches, evaluate)
 
 
+def is_released(device: torch.device) -> bool:
+    """Whether nothing refers to the exchange, and its CUDA graphs, of a deleted pipeline."""
+    pipeline = make_pipeline(device)
+    model = pipeline._model
+    train(pipeline, make_batches(SHORT_WARM_UP + 2))
+    exchange = weakref.ref(pipeline._exchange._fixed) if pipeline._exchange else None
+    del pipeline
+    gc.collect()
+    assert model.training
+    return exchange is None or exchange() is None
+
+
 def poison_old_ids(patch: pytest.MonkeyPatch) -> None:
     """Overwrite the result of each exchange before the next but one, as CUDA graphs do."""
     start, results = FixedExchange.start, []
@@ -376,6 +390,7 @@ def on_each_rank(device: torch.device) -> dict[str, Any]:
         functions[name] = functools.partial(train_small_table, device, num_cats)
     functions["interrupted loader"] = lambda: train_with_interrupted_loader(device)
     functions["evaluation"] = lambda: train_and_evaluate(device)
+    functions["released"] = lambda: is_released(device)
     functions["hook"] = lambda: train_with_hook_on_a_rank(device)
     functions["counting"] = lambda: train_layer(device, Counting())
     functions["EmbeddingCollectionSharder"] = lambda: train_torchrec_sharder(device)
@@ -477,6 +492,10 @@ def test_evaluation_on_batches_of_another_size(ranks: OnRanks):
         assert_same_runs(run, expected)
         assert run.eager_steps["evaluation"] == 3
         assert run.num_captures == 2  # attach captures again
+
+
+def test_exchange_of_a_deleted_pipeline_is_released(ranks: OnRanks):
+    assert all(results_of(ranks, "released"))
 
 
 @pytest.mark.parametrize("order", ORDERS)
