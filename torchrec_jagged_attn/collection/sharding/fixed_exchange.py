@@ -36,11 +36,154 @@ class Segment(NamedTuple):
     source: int
 
 
+class _SentLayout:
+    """Where a source rank writes its messages, one after the other in one tensor.
+
+    Attributes:
+        capacities, splits: ids and int64 words of the message to each owner rank.
+        headers: index of each message.
+        begins, strides: index of the first id of each block's message, and the distance from a
+            column to the next one.
+        length_index: int32 index of the lengths of all blocks.
+    """
+
+    def __init__(
+        self, router: IdRouter, samples_per_rank: Sequence[int], capacities: Mapping[str, int]
+    ) -> None:
+        ranks, num_samples = range(router.num_ranks), samples_per_rank[router.rank]
+        self.capacities = [capacities[pair_capacity(router.rank, owner)] for owner in ranks]
+        sizes = [
+            _message_sizes(router, router.rank, owner, num_samples, capacity)
+            for owner, capacity in enumerate(self.capacities)
+        ]
+        self.splits = [sum(x) for x in sizes]
+        begins = [0, *itertools.accumulate(self.splits)]
+        owners = [owner for owner, _ in router.blocks]
+        constant = functools.partial(_constant, device=router.device)
+        self.headers = constant(begins[:-1])
+        self.begins = constant([begins[owner] + sizes[owner][0] for owner in owners])
+        self.strides = constant([self.capacities[owner] for owner in owners])
+        self._owners = constant(owners)
+        self._is_before = self._owners < constant([*ranks])[:, None]
+        index = [
+            2 * (begins[owner] + 1) + owners[:i].count(owner) * num_samples
+            for i, owner in enumerate(owners)
+        ]
+        self.length_index = _ranges(index, [num_samples] * len(owners)).to(router.device)
+
+    def ids_before(self, block_lengths: Tensor) -> Tensor:
+        """Return the number of ids sent to ranks before each owner rank, ``[ranks]``."""
+        return (self._is_before * block_lengths.sum(1)).sum(1)
+
+    def id_begins(self, block_lengths: Tensor) -> Tensor:
+        """Return the index of the first id of each block and sample, ``[blocks, B]``."""
+        lengths = block_lengths.flatten()
+        begins = (lengths.cumsum(0, dtype=torch.int64) - lengths).view(block_lengths.shape)
+        return begins + (self.begins - self.ids_before(block_lengths)[self._owners])[:, None]
+
+
+class _ReceivedLayout:
+    """Where an owner rank reads the messages received, one after the other in one tensor.
+
+    Messages have their segments in the order of routes. Lookups need them in the order of lookups,
+    then routes, then source ranks.
+
+    Attributes:
+        capacity, splits: ids of all messages, and int64 words of the message of each source rank.
+        headers: index of each message.
+        segments: all segments, in the order of lookups.
+        ranges: first and last index, exclusive, of the segments of each route.
+        sample_begins: index of the first sample of each segment.
+        length_index: int32 index of the lengths of all segments.
+        strides: distance from a column to the next one, of each segment.
+    """
+
+    def __init__(
+        self,
+        router: IdRouter,
+        lookups: Sequence[Sequence[int]],
+        samples_per_rank: Sequence[int],
+        capacities: Mapping[str, int],
+    ) -> None:
+        ranks, rank = range(router.num_ranks), router.rank
+        per_source = [capacities[pair_capacity(source, rank)] for source in ranks]
+        self.capacity = sum(per_source)
+        sizes = [
+            _message_sizes(router, source, rank, samples_per_rank[source], capacity)
+            for source, capacity in enumerate(per_source)
+        ]
+        self.splits = [sum(x) for x in sizes]
+        begins = [0, *itertools.accumulate(self.splits)]
+        constant = functools.partial(_constant, device=router.device)
+        self.headers = constant(begins[:-1])
+        messages = [Segment(i, source) for source in ranks for i in router.routes_to(source, rank)]
+        in_message = {segment: i for i, segment in enumerate(messages)}
+        self.segments = [
+            Segment(i, source)
+            for lookup in lookups
+            for i in lookup
+            for source in ranks
+            if Segment(i, source) in in_message
+        ]
+        self.ranges: dict[int, tuple[int, int]] = {}
+        for i, segment in enumerate(self.segments):
+            first, _ = self.ranges.get(segment.route, (i, i))
+            self.ranges[segment.route] = first, i + 1
+        order = [in_message[segment] for segment in self.segments]
+        first_of_source = {x.source: i for i, x in reversed([*enumerate(messages)])}
+        self._in_message = constant(order)
+        self._to_message = self._in_message.argsort()
+        self._first_of_source = constant([first_of_source[x.source] for x in messages])
+        self._id_begins = constant([begins[x.source] + sizes[x.source][0] for x in messages])
+        self.strides = constant([per_source[x.source] for x in self.segments])
+        samples = [samples_per_rank[x.source] for x in self.segments]
+        self.sample_begins = [0, *itertools.accumulate(samples)]
+        self._sample_ends = constant(self.sample_begins[1:])
+        index = [
+            2 * (begins[x.source] + 1) + (at - first_of_source[x.source]) * n
+            for x, at, n in zip(self.segments, order, samples, strict=True)
+        ]
+        self.length_index = _ranges(index, samples).to(router.device)
+
+    def id_ends(self, lengths: Tensor) -> Tensor:
+        """Return the end of the ids of each segment, in the order of lookups."""
+        return lengths.cumsum(0, dtype=torch.int64)[self._sample_ends - 1]
+
+    def id_begins(self, counts: Tensor) -> Tensor:
+        """Return the index of the first id of each segment, which has ``counts`` ids, in the
+        messages.
+        """
+        counts = counts[self._to_message]
+        begins = counts.cumsum(0) - counts
+        return (self._id_begins + begins - begins[self._first_of_source])[self._in_message]
+
+
+def _message_sizes(
+    router: IdRouter, source: int, owner: int, num_samples: int, capacity: int
+) -> tuple[int, int]:
+    """Return the numbers of int64 words of a message before its columns, and of its columns."""
+    num_lengths = len(router.routes_to(source, owner)) * num_samples
+    return 1 + -(-num_lengths // 2), capacity * len(router.columns)
+
+
+def _constant(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([*numbers], dtype=torch.int64, device=device)
+
+
+def _ranges(begins: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Return ``begins[i], …, begins[i] + counts[i] - 1`` of all ``i``."""
+    parts = [torch.arange(i, i + n) for i, n in zip(begins, counts, strict=True)]
+    return torch.cat([torch.arange(0), *parts])
+
+
 class FixedExchange:
     """Exchanges the ids of batches with ``samples_per_rank`` samples.
 
     All ranks must construct it together. On a GPU, they exchange an empty batch, and the current
-    stream must not be the default stream.
+    stream must not be the default stream. A source rank sends each owner rank one message::
+
+        | samples | lengths of all routes | ids | positions | ages | weights |
+          1 word    two int32 in a word     as many words each as the capacity
 
     Args:
         router: the router of this rank.
@@ -64,75 +207,12 @@ class FixedExchange:
     ) -> None:
         self.router, self.group, self.samples_per_rank = router, group, [*samples_per_rank]
         self.capacities, self._num_values = capacities, num_values
-        rank, ranks, device = router.rank, range(router.num_ranks), router.device
-        num_columns = len(router.columns)
-        self._num_samples = samples_per_rank[rank]
-        self._send_capacities = [capacities[pair_capacity(rank, owner)] for owner in ranks]
-        self._recv_capacities = [capacities[pair_capacity(source, rank)] for source in ranks]
-
-        # A message has int64 words: the number of samples, lengths (two int32 in a word) and
-        # columns.
-        def words(source: int, owner: int) -> tuple[int, int]:
-            num_lengths = len(router.routes_to(source, owner)) * samples_per_rank[source]
-            header = 1 + -(-num_lengths // 2)
-            return header, header + capacities[pair_capacity(source, owner)] * num_columns
-
-        send, recv = [words(rank, x) for x in ranks], [words(x, rank) for x in ranks]
-        self._send_splits, self._recv_splits = ([n for _, n in x] for x in (send, recv))
-
-        def constant(numbers: Sequence[int]) -> Tensor:
-            return torch.tensor([*numbers], dtype=torch.int64, device=device)
-
-        def ranges(begins: Sequence[int], counts: Sequence[int]) -> Tensor:
-            parts = [torch.arange(i, i + n) for i, n in zip(begins, counts, strict=True)]
-            return torch.cat([torch.arange(0), *parts]).to(device)
-
-        begins = [0, *itertools.accumulate(self._send_splits)][:-1]
-        owners = [owner for owner, _ in router.blocks]
-        self._send_headers = constant(begins)
-        payloads = [begin + header for begin, (header, _) in zip(begins, send, strict=True)]
-        self._send_begins = constant([payloads[owner] for owner in owners])
-        self._send_strides = constant([self._send_capacities[owner] for owner in owners])
-        self._block_owners = constant(owners)
-        self._is_before = self._block_owners < torch.arange(len(ranks), device=device)[:, None]
-        index = [
-            2 * (begins[owner] + 1) + owners[:i].count(owner) * self._num_samples
-            for i, owner in enumerate(owners)
-        ]
-        self._send_length_index = ranges(index, [self._num_samples] * len(owners))
-        begins = [0, *itertools.accumulate(self._recv_splits)][:-1]
-        self._recv_headers = constant(begins)
-        received = [Segment(i, source) for source in ranks for i in router.routes_to(source, rank)]
-        rank_in_wire = {segment: i for i, segment in enumerate(received)}
-        self.segments = [
-            Segment(i, source)
-            for lookup in lookups
-            for i in lookup
-            for source in ranks
-            if Segment(i, source) in rank_in_wire
-        ]
-        self.ranges: dict[int, tuple[int, int]] = {}  # the segments of each route
-        for i, segment in enumerate(self.segments):
-            first, _ = self.ranges.get(segment.route, (i, i))
-            self.ranges[segment.route] = first, i + 1
-        in_wire = [rank_in_wire[segment] for segment in self.segments]
-        self._in_wire = constant(in_wire)
-        self._to_wire = self._in_wire.argsort()
-        first_in_wire = {x.source: i for i, x in reversed([*enumerate(received)])}
-        self._first_in_wire = constant([first_in_wire[x.source] for x in received])
-        self._recv_begins = constant([begins[x.source] + recv[x.source][0] for x in received])
-        self._recv_strides = constant([self._recv_capacities[x.source] for x in self.segments])
-        samples = [samples_per_rank[x.source] for x in self.segments]
-        self.sample_begins = [0, *itertools.accumulate(samples)]
-        self._sample_ends = constant(self.sample_begins[1:])
-        index = [
-            2 * (begins[x.source] + 1) + (at - first_in_wire[x.source]) * n
-            for x, at, n in zip(self.segments, in_wire, samples, strict=True)
-        ]
-        self._recv_length_index = ranges(index, samples)
+        self._num_samples = samples_per_rank[router.rank]
+        self._sent = _SentLayout(router, samples_per_rank, capacities)
+        self.received = _ReceivedLayout(router, lookups, samples_per_rank, capacities)
         self._empty = router.empty(self._num_samples, lengths_dtype)
         self._graphs: list[_Graph] = []
-        if device.type == "cuda" and implementation(device)[0] == "triton":
+        if router.device.type == "cuda" and implementation(router.device)[0] == "triton":
             self._graphs = [_Graph(self._exchange, self._empty, num_values) for _ in range(2)]
 
     def close(self) -> None:
@@ -162,26 +242,26 @@ class FixedExchange:
 
     def _exchange(self, joined: JoinedIds) -> _Results:
         """Send the ids of a batch."""
-        message = self._recv_headers.new_empty(sum(self._send_splits))
+        sent_to, received_from = self._sent, self.received
         batch = self.router.read(joined)
+        message = batch.values.new_empty(sum(sent_to.splits))
         block_lengths, order = self._pack(batch, message)
-        message.view(torch.int32)[self._send_length_index] = block_lengths.flatten()
-        message[self._send_headers] = torch.where(batch.is_valid, self._num_samples, -1)
-        received = message.new_empty(sum(self._recv_splits))
+        message.view(torch.int32)[sent_to.length_index] = block_lengths.flatten()
+        message[sent_to.headers] = torch.where(batch.is_valid, self._num_samples, -1)
+        received = message.new_empty(sum(received_from.splits))
         dist.all_to_all_single(
-            received, message, self._recv_splits, self._send_splits, group=self.group
+            received, message, received_from.splits, sent_to.splits, group=self.group
         )
-        sent = SentIds(batch.lengths, block_lengths.sum(1), order)
-        return self._unpack(sent, received)
+        return self._unpack(SentIds(batch.lengths, block_lengths.sum(1), order), received)
 
     def _pack(self, batch: BatchIds, message: Tensor) -> tuple[Tensor, Tensor]:
         """Write the ids into ``message``, and return ``block_lengths`` and ``order``."""
-        router = self.router
+        router, layout = self.router, self._sent
         if implementation(message.device)[0] == "reference":
             ids = router.sort(batch)
-            begins = self._owner_begins(ids.block_lengths).tolist()
-            messages = message.split(self._send_splits)
-            for part, begin, count in zip(messages, begins, self._send_capacities, strict=True):
+            begins = layout.ids_before(ids.block_lengths).tolist()
+            messages = message.split(layout.splits)
+            for part, begin, count in zip(messages, begins, layout.capacities, strict=True):
                 payload = part[part.numel() - count * len(ids.columns) :]
                 payload = payload.view(len(ids.columns), count)
                 for to, column in zip(payload, ids.columns, strict=True):
@@ -189,40 +269,32 @@ class FixedExchange:
                     to[: sent.numel()] = sent
             return ids.block_lengths, ids.order
         block_lengths = kernels.count_owners(router, batch)
-        begins = block_lengths.flatten().cumsum(0, dtype=torch.int64) - block_lengths.flatten()
-        shifts = self._send_begins - self._owner_begins(block_lengths)[self._block_owners]
-        begins = begins.view(block_lengths.shape) + shifts[:, None]
-        ends = self._send_begins + self._send_strides
-        args = begins, ends, self._send_strides, message, sum(self._send_capacities)
+        begins, ends = layout.id_begins(block_lengths), layout.begins + layout.strides
+        args = begins, ends, layout.strides, message, sum(layout.capacities)
         return block_lengths, kernels.pack_ids(router, batch, block_lengths, *args)
-
-    def _owner_begins(self, block_lengths: Tensor) -> Tensor:
-        """Return the number of ids sent to ranks before each owner rank."""
-        return (self._is_before * block_lengths.sum(1)).sum(1)
 
     def _unpack(self, sent: SentIds, received: Tensor) -> _Results:
         """Put received ids into the order of lookups, routes, source ranks and samples."""
-        lengths = received.view(torch.int32)[self._recv_length_index]
-        ends = lengths.cumsum(0, dtype=torch.int64)[self._sample_ends - 1]
+        layout = self.received
+        lengths = received.view(torch.int32)[layout.length_index]
+        ends = layout.id_ends(lengths)
         counts = ends.diff(prepend=ends.new_zeros(1))
-        in_wire = counts[self._to_wire]
-        begins = in_wire.cumsum(0) - in_wire
-        begins = (self._recv_begins + begins - begins[self._first_in_wire])[self._in_wire]
-        size, num_columns = sum(self._recv_capacities), len(self.router.columns)
+        begins = layout.id_begins(counts)
+        num_columns = len(self.router.columns)
         if implementation(received.device)[0] != "reference":
-            args = received, begins, self._recv_strides, ends, size, num_columns
+            args = received, begins, layout.strides, ends, layout.capacity, num_columns
             columns = kernels.unpack_ids(*args)
-        elif not self.segments:
+        elif not layout.segments:
             columns = received.new_empty(num_columns, 0)
         else:
-            index = torch.arange(size, device=received.device)
+            index = torch.arange(layout.capacity, device=received.device)
             segment = torch.searchsorted(ends, index, right=True)
-            segment.clamp_(max=len(self.segments) - 1)
+            segment.clamp_(max=len(layout.segments) - 1)
             index += (begins - (ends - counts))[segment]
             offsets = torch.arange(num_columns, device=received.device)[:, None]
-            index = index + offsets * self._recv_strides[segment]
+            index = index + offsets * layout.strides[segment]
             columns = received[index.clamp_(0, received.numel() - 1)]
-        numbers = torch.cat([received[self._recv_headers], counts, sent.block_counts])
+        numbers = torch.cat([received[layout.headers], counts, sent.block_counts])
         return _Results(sent, lengths, columns, numbers)
 
 
@@ -310,7 +382,7 @@ class ExchangedIds:
     def _received(self) -> dict[Segment, int]:
         """Numbers of ids received, in the order of the columns."""
         numbers = self._read[len(self._headers) :]
-        return dict(zip(self._exchange.segments, numbers, strict=False))
+        return dict(zip(self._exchange.received.segments, numbers, strict=False))
 
     @functools.cached_property
     def _id_begins(self) -> list[int]:
@@ -368,7 +440,7 @@ class ExchangedIds:
 
     def is_owned(self, route: int) -> bool:
         """Return whether ids of a route are sent to this rank."""
-        return route in self._exchange.ranges
+        return route in self._exchange.received.ranges
 
     def owned(self, routes: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return received lengths, and columns by name, ordered by route and source rank.
@@ -378,8 +450,12 @@ class ExchangedIds:
         """
         exchange = self._exchange
         columns = dict(zip(exchange.router.columns, self._columns, strict=True))
-        ranges = [exchange.ranges[route] for route in routes if route in exchange.ranges]
+        ranges = [
+            exchange.received.ranges[route] for route in routes if route in exchange.received.ranges
+        ]
         first, last = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
-        lengths = self._lengths[exchange.sample_begins[first] : exchange.sample_begins[last]]
+        lengths = self._lengths[
+            exchange.received.sample_begins[first] : exchange.received.sample_begins[last]
+        ]
         begin, end = self._id_begins[first], self._id_begins[last]
         return lengths, {name: x[begin:end] for name, x in columns.items()}
