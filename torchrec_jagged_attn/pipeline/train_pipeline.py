@@ -9,7 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -161,7 +161,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._is_unchanged = self._ranks.start(
             is_captured and self._state_of_model() == self._captured_state
         )
-        if self._next_step is not None and not self._next_step[1].wait()[0]:
+        if self._next_step is not None and not _StepFlags(*self._next_step[1].wait()).has_next:
             if len(self.batches) == 2:  # another rank has no further batch
                 self.batches.pop()
                 self.contexts.pop()
@@ -261,25 +261,25 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         if prepared is None or prepared[0].batch is not batch:
             prepared = self._prepare(0)
         step, agreement = prepared
-        if not agreement.wait()[1]:
+        if not _StepFlags(*agreement.wait()).is_complete:
             step, agreement = self._prepare_exactly()
-        _, _, can_capture, fits, is_capacity, is_repeated = agreement.wait()
-        can_capture &= self._model.training  # which may have changed since the last step
+        flags = _StepFlags(*agreement.wait())
+        can_capture = flags.can_capture and self._model.training  # which may have changed
         if self._stream is not None:
             step.wait(torch.cuda.current_stream())
         (is_unchanged,) = self._is_unchanged.wait()
-        if can_capture and is_unchanged and fits:
+        if can_capture and is_unchanged and flags.fits:
             return self._replay(step) if self._is_verified else self._verify(step)
         if not can_capture:
             reason = self._why_eager(step) or "another rank cannot capture its batch"
         elif self._num_warm_up_steps < WARM_UP_STEPS:
             self._num_warm_up_steps += 1
             reason = "warm-up"
-        elif not is_unchanged or self._is_frequent(is_capacity, is_repeated):
+        elif not is_unchanged or self._is_frequent(flags.is_capacity, flags.is_repeated):
             self._capture(step)
             return self._replay(step)
         else:
-            self._last_steps.append(is_capacity)
+            self._last_steps.append(flags.is_capacity)
             reason = self._misfit(step)[0] or "the batch of another rank does not fit"
         return self._run_eagerly(step, reason)
 
@@ -301,7 +301,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         inputs = StepInputs(self._device.type)
         if exchange is not None and not exchange.is_complete():
             step = _Step(self.batches[at], {}, {}, [], inputs, exchange)
-            return step, self._ranks.start(has_next, False, True, False, True, False)
+            return step, self._ranks.start(*_StepFlags(has_next, is_complete=False))
         ids: dict[str, Ids] = {}
         received: list[Any] = []
         results = {x.fqn: context.postproc_fwd_results[x.fqn] for x in self._pipelined_postprocs}
@@ -318,15 +318,15 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         if self._stream is not None:
             step.record_event(self._data_dist_stream)  # pyright: ignore
         reason, is_capacity = self._misfit(step)
-        agreement = self._ranks.start(
+        flags = _StepFlags(
             has_next,
-            True,
-            self._why_eager(step) is None,
-            reason is None,
-            reason is None or is_capacity,
-            reason is None or difference(step.inputs.constants, self._last_sizes) is None,
+            can_capture=self._why_eager(step) is None,
+            fits=reason is None,
+            is_capacity=reason is None or is_capacity,
+            is_repeated=reason is None
+            or difference(step.inputs.constants, self._last_sizes) is None,
         )
-        return step, agreement
+        return step, self._ranks.start(*flags)
 
     def _prepare_exactly(self) -> tuple[_Step, _Agreement]:
         """Exchange the ids of the current batch again, with their true numbers."""
@@ -572,6 +572,17 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
                 for table in capturable_tables(module) or ():
                     state += state_of_tables(table)
         return state
+
+
+class _StepFlags(NamedTuple):
+    """What a rank knows of a step. The step is as all ranks agree."""
+
+    has_next: bool  # whether there is a next batch
+    is_complete: bool = True  # whether this rank has all ids of its rows
+    can_capture: bool = True
+    fits: bool = False  # whether the batch fits the captured step
+    is_capacity: bool = True  # whether it fits, or only exceeds a capacity
+    is_repeated: bool = False  # whether it fits, or has the sizes of the last eager step
 
 
 class _Step:
