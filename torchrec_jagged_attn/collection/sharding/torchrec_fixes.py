@@ -55,12 +55,21 @@ def prepare_lookups(lookups: list[nn.Module]) -> bool:
                 _prepared.add(lookup)
         return True
     if len(not_sharded) < len(lookups) or _is_in_distributed_model_parallel():
-        names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in not_sharded})
+        names = {f"{type(lookup).__name__}Sharder()" for lookup in not_sharded}
+        if "EmbeddingCollectionSharder()" in names:
+            names.remove("EmbeddingCollectionSharder()")
+            names.add("HistoryEmbeddingCollectionSharder() or EmbeddingCollectionSharder()")
+        tables = [name for lookup in not_sharded for name in _table_names(lookup)]
         raise RuntimeError(
-            f"sharders of DistributedModelParallel must include {' and '.join(names)}, got no "
-            "such sharder: without it, each rank trains its own copy of these tables"
+            f"sharders of DistributedModelParallel must include {', and '.join(sorted(names))}, "
+            f"got none that shards the tables {tables}"
         )
     return False
+
+
+def _table_names(lookup: Any) -> list[str]:
+    name = "embedding_configs" if hasattr(lookup, "embedding_configs") else "embedding_bag_configs"
+    return [config.name for config in getattr(lookup, name, list)()]
 
 
 def _is_in_distributed_model_parallel() -> bool:
