@@ -6,7 +6,7 @@ with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
@@ -166,10 +166,9 @@ def check_features(
             f"{type(features).__name__}"
         )
     check_integers(features.values(), "values of features (ids and times)")
+    check_keys(features, num_embeddings)
     keys = features.keys()
     known = set(keys)
-    if missing := [name for name in num_embeddings if name not in known]:
-        raise ValueError(f"features must have the keys {missing}, got {keys}")
     if missing := [name for name in others if name not in known]:
         argument = others[missing[0]]
         missing = [name for name in missing if others[name] == argument]
@@ -197,6 +196,14 @@ def check_features(
         for name in (name for name, argument in others.items() if argument == "timestamps"):
             times = features[name]  # before truncation
             check_order(times.values(), times.offsets(), f"timestamps {name!r}")
+
+
+def check_keys(features: KeyedJaggedTensor, expected: Iterable[str]) -> None:
+    """Check that ``features`` have all ``expected`` keys."""
+    keys = features.keys()
+    known = set(keys)
+    if missing := [name for name in expected if name not in known]:
+        raise ValueError(f"features must have the keys {missing}, got {keys}")
 
 
 def _check_sizes(features: KeyedJaggedTensor) -> None:

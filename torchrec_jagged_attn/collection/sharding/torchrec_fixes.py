@@ -18,7 +18,7 @@ from torchrec.quant import embedding_modules as quantized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
+from torchrec_jagged_attn.collection.batch_checks import check_keys, pad_empty_batch
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 
 PRUNING_DATA = quantized.MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT
@@ -111,11 +111,16 @@ def _set_placeholder_dtype(module: nn.Module) -> None:
 def _accept_empty_batches(lookup: nn.Module) -> None:
     """Replace ``input_dist``, which pipelines call directly, by :func:`_input_dist`."""
     if isinstance(lookup, ShardedEmbeddingCollection) and "input_dist" not in vars(lookup):
-        lookup.input_dist = functools.partial(_input_dist, lookup)
+        shardings = lookup._sharding_type_to_sharding.values()
+        keys = [key for sharding in shardings for key in sharding.feature_names()]
+        lookup.input_dist = functools.partial(_input_dist, lookup, [*dict.fromkeys(keys)])
 
 
-def _input_dist(lookup: ShardedEmbeddingCollection, ctx: Any, features: Any) -> Any:
+def _input_dist(
+    lookup: ShardedEmbeddingCollection, keys: list[str], ctx: Any, features: Any
+) -> Any:
     features = pad_empty_batch(maybe_td_to_kjt(features))
+    check_keys(features, keys)  # pipelines call this before the checks of the collection
     return ShardedEmbeddingCollection.input_dist(lookup, ctx, features)
 
 
