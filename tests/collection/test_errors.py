@@ -52,6 +52,10 @@ REQUEST_TIME = r"request_time must differ from all timestamps and histories, got
 REFUSED = [
     ([], [PAIR], "tables must hold at least one"),
     ([ITEM, table("t_item", "x")], [PAIR], r"tables .* \['t_item'\]"),
+    *(
+        ([ITEM, table(name, "x")], [PAIR], f"names that torch.nn.ModuleDict accepts, got '{name}'$")
+        for name in ("items", "keys", "t.x")
+    ),
     ([ITEM], [pair("itme")], r"target must be a .*, one of \['item', 'hist'\], got 'itme'"),
     ([ITEM], [pair(history=["hits"])], "history must be a feature of tables, .* got 'hits'"),
     (
@@ -76,7 +80,7 @@ REFUSED = [
         ],
         "max_history must be one for all attentions that read 'time', got 2 and 3",
     ),
-    ([table("t_item", "item", "hist", width=6)], [PAIR], "a multiple of 4, got {'item': 6"),
+    ([table("t_item", "item", "hist", width=6)], [PAIR], "a multiple of 4, got {'t_item': 6}"),
     ([ITEM], [pair(num_heads=3)], "num_heads must divide the 8 columns of history 'hist', got 3"),
     (
         [ITEM, table("hist", "user", "tags"), table("t_other", "user")],
