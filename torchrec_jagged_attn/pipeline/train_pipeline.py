@@ -379,9 +379,19 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._note(step)
         self._last_sizes = step.inputs.constants
         if self._captured_step is not None and self.eager_steps[reason] == MOST_EAGER_STEPS + 1:
-            logger.warning("%d steps were eager: %s", MOST_EAGER_STEPS + 1, reason)
+            sizes = self._describe_sizes(step, reason)
+            logger.warning("%d steps were eager: %s%s", MOST_EAGER_STEPS + 1, reason, sizes)
         with modules_return(self._unwrapped, step.look_up().outputs()):
             return self._model(step.batch)
+
+    def _describe_sizes(self, step: _Step, reason: str) -> str:
+        """Return what a batch and the capture have, if ``reason`` is another size; otherwise ""."""
+        name = reason.removeprefix("another value: ")
+        sizes = [x.get(name) for x in (step.inputs.constants, self._captured_sizes)]
+        if not name.startswith(("the shape of ", "the number of samples of ")) or None in sizes:
+            return ""
+        got, captured = ([*x] if isinstance(x, torch.Size) else x for x in sizes)
+        return f": got {got}, captured {captured}; with drop_last=True batches have one size"
 
     def _note(self, step: _Step) -> None:
         """Update the largest numbers of rows."""
