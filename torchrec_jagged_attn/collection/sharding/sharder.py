@@ -460,7 +460,8 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     sharded as by ``EmbeddingCollectionSharder``. Results differ from a single rank by rounding.
 
     Tables of histories may be row-wise, which is best, table-wise or data-parallel.
-    :class:`HistoryEmbeddingShardingPlanner` estimates the cost of each.
+    :class:`HistoryEmbeddingShardingPlanner` estimates the cost of each. Batch sizes may not vary by
+    feature. ``TrainPipelineCudaGraph`` requires this sharder on several ranks.
 
     Args:
         fused_params: as for ``EmbeddingCollectionSharder``.
@@ -471,6 +472,11 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     Raises:
         NotImplementedError: a table of histories is sharded by column, codecs encode several rows
             together, the model is in a DMPCollection, or ``use_index_dedup`` is True.
+
+    Example:
+        >>> from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        >>> sharders = [EmbeddingBagCollectionSharder(), HistoryEmbeddingCollectionSharder()]
+        >>> model = DistributedModelParallel(model, sharders=sharders)  # doctest: +SKIP
     """
 
     def __init__(
