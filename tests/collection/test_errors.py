@@ -52,6 +52,10 @@ REQUEST_TIME = r"request_time must differ from all timestamps and histories, got
 REFUSED = [
     ([], [PAIR], "tables must hold at least one"),
     ([ITEM, table("t_item", "x")], [PAIR], r"tables .* \['t_item'\]"),
+    *(
+        ([ITEM, table(name, "x")], [PAIR], f"names that torch.nn.ModuleDict accepts, got '{name}'$")
+        for name in ("items", "keys", "t.x")
+    ),
     ([ITEM], [pair("itme")], r"target must be a .*, one of \['item', 'hist'\], got 'itme'"),
     ([ITEM], [pair(history=["hits"])], "history must be a feature of tables, .* got 'hits'"),
     (
@@ -76,7 +80,7 @@ REFUSED = [
         ],
         "max_history must be one for all attentions that read 'time', got 2 and 3",
     ),
-    ([table("t_item", "item", "hist", width=6)], [PAIR], "a multiple of 4, got {'item': 6"),
+    ([table("t_item", "item", "hist", width=6)], [PAIR], "a multiple of 4, got {'t_item': 6}"),
     ([ITEM], [pair(num_heads=3)], "num_heads must divide the 8 columns of history 'hist', got 3"),
     (
         [ITEM, table("hist", "user", "tags"), table("t_other", "user")],
@@ -182,10 +186,14 @@ BAD_BATCHES = {
     "target-with-0-and-2": ({"item": [[1], [], [2, 3]]}, "target 'item' .* got 0 in sample 1"),
     "longer-history": (
         {"hist2": [[4, 5], [], [6, 7]]},
-        "'hist2' must be as long as 'hist' in each sample, got 2 and 1 in sample 2",
+        "history 'hist2' must have as many values in each sample as history 'hist', got 2 and 1 in "
+        "sample 2",
     ),
     "shifted-history": ({"hist2": [[4], [5], [6]]}, "'hist2' .* got 1 and 2 in sample 0"),
-    "shorter-timestamps": ({"time": [[1], [], [1]]}, "'time' must be as long as 'hist'"),
+    "shorter-timestamps": (
+        {"time": [[1], [], [1]]},
+        "timestamps 'time' must have as many values in each sample as history 'hist', got 1 and 2",
+    ),
     "newest-first": (
         {"hist": [[4, 5], [], [6]], "hist2": [[4, 5], [], [6]], "time": [[9, 8], [], [1]]},
         "timestamps 'time' must not decrease within a sample, from the oldest event to the newest, "
@@ -215,6 +223,16 @@ def test_refused_at_run_time(case: str):
     with pytest.raises(ValueError, match=message) as error:
         collection(to_features(batch))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("history", [[[1], [2]], [[1], []]])
+def test_swapped_target_and_history(history: list[list[int]]):
+    """The message asks for it only if the history has one id in each sample."""
+    collection = TargetAttentionEmbeddingBagCollection([ITEM], pair("hist", "item"))
+    hint = r" \(are target and history swapped\?\)" if history[1] else ""
+    message = f"^target 'hist' must have exactly one id in each sample, got 2 in sample 0{hint}$"
+    with pytest.raises(ValueError, match=message):
+        collection(to_features({"hist": [[1, 2], [3]], "item": history}))
 
 
 @pytest.mark.parametrize("bags", [[[0], [], [1]], [[0], [], [1, 2]]])
@@ -394,7 +412,7 @@ def test_lengths_of_histories_with_several_batch_sizes():
         )
 
     assert truncation(features([2, 1, 2])).lengths().tolist() == [1] * 5
-    with pytest.raises(ValueError, match=r"'time' must be as long as 'hist' .* got 3 and 2 in"):
+    with pytest.raises(ValueError, match=r"key 'time' must have .* key 'hist', got 3 and 2"):
         truncation(features([2, 1, 3]))
 
 

@@ -218,14 +218,15 @@ def test_candidate_features_of_different_lengths(monkeypatch: pytest.MonkeyPatch
     collection(to_features(good))
     for key in ("cat", "brand"):
         batch = good | {key: [good[key][0][:1], [7], good[key][2]]}
-        with pytest.raises(ValueError, match=f"'{key}' must be as long as 'item' .* 1 and 2 in s"):
+        message = f"candidate feature '{key}' must .* as candidate feature 'item', got 1 and 2 in s"
+        with pytest.raises(ValueError, match=message):
             collection(to_features(batch))
     # Counts are checked where lengths are not read, too.
     monkeypatch.setattr(
         "torchrec_jagged_attn.collection.batch_checks.should_validate", lambda _: False
     )
     batch = good | {"brand": [*good["brand"][:2], good["brand"][2][:1]]}
-    with pytest.raises(ValueError, match=r"'brand' must be as long as 'item' .* got 3 and 5 rows"):
+    with pytest.raises(ValueError, match=r"'brand' must have .* 'item', got 3 and 5 rows"):
         collection(to_features(batch))
 
 

@@ -373,7 +373,7 @@ def test_numbers_of_numpy():
     ("keys", "options", "message"),
     [
         (["item", "where"], {}, r"features must have the keys \['where'\], got \['user', 'item'"),
-        (["item", "tags"], {}, "'tags' must be as long as 'item' in each sample, got 2 and 4"),
+        (["item", "tags"], {}, "key 'tags' must have as many .* as key 'item', got 2 and 4"),
         (["item"], {"scores": lambda x: torch.zeros(5)}, r"scores must have shape \[N\] = \[12\]"),
     ],
 )
@@ -384,7 +384,7 @@ def test_wrong_batches_are_named(keys, options, message):
 
 def test_wrong_histories_are_named():
     long, short = (JaggedTensor(torch.zeros(n), lengths=torch.tensor([n])) for n in (3, 2))
-    with pytest.raises(ValueError, match="'b' must be as long as 'a' in each sample, got 2 and 3"):
+    with pytest.raises(ValueError, match=r"events 'b' must have .* as events 'a', got 2 and 3"):
         select_events({"a": long, "b": short}, keep=1)
     with pytest.raises(ValueError, match="events must have one history or more, got none"):
         select_events({}, keep=1)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -184,6 +185,20 @@ def test_another_python_value_in_a_batch(device: torch.device):
     run = train_alike(device, lambda: WithLayer(make_model(), Scaling()), lambda: batches)
     assert run.eager_steps == {"warm-up": SHORT_WARM_UP, "another value: batch.scale": 1}
     assert run.num_captures == 1
+
+
+def test_sizes_in_the_warning(device: torch.device, caplog: pytest.LogCaptureFixture):
+    """Sizes vary, so that the step is not captured again."""
+    sizes = [4] * 4 + [3, 4] * 6
+    pipeline = make_pipeline(device)
+    name = "torchrec_jagged_attn.pipeline.train_pipeline"
+    with caplog.at_level(logging.WARNING, name):
+        train(pipeline, (make_batch(i, num_samples=size) for i, size in enumerate(sizes)))
+    ((reason, count),) = [x for x in pipeline.eager_steps.items() if x[0] != "warm-up"]
+    assert (reason, count) == ("another value: the shape of batch.dense_features", 6)
+    sizes_of_both = "got [3, 3], captured [4, 3]; with drop_last=True batches have one size"
+    messages = [record.message for record in caplog.records if record.name == name]
+    assert messages == [f"6 steps were eager: {reason}: {sizes_of_both}"]
 
 
 OTHER_DTYPES = r"another value: the dtypes of batch\.sparse_features"

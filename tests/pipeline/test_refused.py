@@ -254,7 +254,7 @@ def test_sharded_modules(name: str, device: torch.device):
 
 def test_batch_sizes_that_vary_by_feature(device: torch.device):
     pipeline = make_pipeline(device)
-    match = f"features must have one batch size for all keys .*{USE_TORCHREC}"
+    match = f"features must have one batch size for all .*{USE_TORCHREC} and EmbeddingColl"
     with pytest.raises(NotImplementedError, match=match):
         pipeline.progress(with_equal_samples_once(make_batch(step)) for step in range(3))
 

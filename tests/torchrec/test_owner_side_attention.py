@@ -473,8 +473,8 @@ def test_refused(once):
 
 
 WRONG_TIMES = {  # lengths of a history [4, 0, 2]'s times and of request times, and the error
-    ((3, 0, 2), (1, 1, 1)): "'times' must be as long as 'hist' in each sample, got 3 and 4 in sam",
-    ((3, 1, 2), (1, 1, 1)): "'times' must be as long as 'hist' in each sample, got 3 and 4 in sam",
+    ((3, 0, 2), (1, 1, 1)): "timestamps 'times' must have .* as history 'hist', got 3 and 4 in sam",
+    ((3, 1, 2), (1, 1, 1)): "timestamps 'times' must have .* as history 'hist', got 3 and 4 in sam",
     ((4, 0, 2), (1, 0, 1)): "request_time 'now' must have exactly one integer .* got 0 in sample 1",
     ((4, 0, 2), (2, 0, 1)): "request_time 'now' must have exactly one integer .* got 2 in sample 0",
     ((4, 0, 2), (1, 1, 2)): "request_time 'now' must have exactly one integer .* got 2 in sample 2",

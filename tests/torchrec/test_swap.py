@@ -138,8 +138,12 @@ def processed_features(device: torch.device) -> None:
         DistributedModelParallel(model, device=device)
 
 
-LACK = r"sharders of DistributedModelParallel must include {}Sharder\(\), got no such sharder: w"
-NO_SEQUENCES, NO_BAGS = LACK.format("EmbeddingCollection"), LACK.format("EmbeddingBagCollection")
+LACK = (
+    r"^sharders of DistributedModelParallel must include {}\(\), got none that shards the tables "
+)
+NO_SEQUENCES = LACK.format(r"HistoryEmbeddingCollectionSharder\(\) or EmbeddingCollectionSharder")
+NO_SEQUENCES += r"\['t_item'"
+NO_BAGS = LACK.format("EmbeddingBagCollectionSharder") + r"\['t_"
 WHOLE = r"embedding_parameters\(model\), .*, got pooling\.attentions"
 REFUSED: list[tuple[Callable[[torch.device], Any], type[Exception], str]] = [
     (lambda x: train(x, make_model(META), sharders=[BAGS]), RuntimeError, NO_SEQUENCES),

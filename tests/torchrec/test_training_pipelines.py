@@ -1,5 +1,7 @@
 """TorchRec's training pipelines: the same losses as without, and both lookups pipelined."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torchrec.distributed.train_pipeline import (
 from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.torchrec.two_ranks import (
     HISTORY_LENGTHS,
@@ -214,6 +217,34 @@ def test_rows_prefetched_into_a_cache(sharder: type[ModuleSharder], tmp_path: Pa
     for losses in run_ranks(train_with_prefetched_cache, tmp_path, "nccl", sharder):
         prefetched, plain = (torch.stack(losses[name]) for name in ("prefetch", "none"))
         assert_same_run(prefetched, plain, num_steps=None)
+
+
+def without_key(batch: Batch, missing: str) -> Batch:
+    features = batch.sparse_features.to_dict()
+    del features[missing]
+    return dataclasses.replace(batch, sparse_features=KeyedJaggedTensor.from_jt_dict(features))
+
+
+def refuse_missing_keys(device: torch.device) -> None:
+    """Of the first batch, and of another one. Input dists are called before the collection."""
+    cases = [(sharder, key) for sharder in SHARDERS for key in ("item", "hist")]
+    for sharder, key in [*cases, (HistoryEmbeddingCollectionSharder, "times")]:
+        for step in (0, 2):
+            sharders = [sharder(), EmbeddingBagCollectionSharder()]
+            encoder = {"side_by_side": False}  # attention on owner ranks also sends times
+            model = make_sharded_model(device, sharders=sharders, encoder=encoder)
+            pipeline = TrainPipelineSparseDist(model, dense_optimizer(model), device)
+            from_host = [
+                without_key(x, key) if i == step else x for i, x in enumerate(batches(CPU))
+            ]
+            match = rf"^features must have the keys \['{key}'\], got \['"
+            with pytest.raises(ValueError, match=match):
+                [*iter(functools.partial(pipeline.progress, iter(from_host)), None)]
+
+
+def test_missing_keys_are_named(tmp_path: Path):
+    """On all ranks."""
+    run_ranks(refuse_missing_keys, tmp_path, "gloo")
 
 
 def train_semi_sync(device: torch.device) -> Losses:

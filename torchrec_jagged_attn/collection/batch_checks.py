@@ -6,7 +6,7 @@ with ``TORCHREC_JAGGED_ATTN_VALIDATE=1``.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.jit import is_scripting  # pyright: ignore[reportPrivateImportUsage]
@@ -166,10 +166,9 @@ def check_features(
             f"{type(features).__name__}"
         )
     check_integers(features.values(), "values of features (ids and times)")
+    check_keys(features, num_embeddings)
     keys = features.keys()
     known = set(keys)
-    if missing := [name for name in num_embeddings if name not in known]:
-        raise ValueError(f"features must have the keys {missing}, got {keys}")
     if missing := [name for name in others if name not in known]:
         argument = others[missing[0]]
         missing = [name for name in missing if others[name] == argument]
@@ -197,6 +196,14 @@ def check_features(
         for name in (name for name, argument in others.items() if argument == "timestamps"):
             times = features[name]  # before truncation
             check_order(times.values(), times.offsets(), f"timestamps {name!r}")
+
+
+def check_keys(features: KeyedJaggedTensor, expected: Iterable[str]) -> None:
+    """Check that ``features`` have all ``expected`` keys."""
+    keys = features.keys()
+    known = set(keys)
+    if missing := [name for name in expected if name not in known]:
+        raise ValueError(f"features must have the keys {missing}, got {keys}")
 
 
 def _check_sizes(features: KeyedJaggedTensor) -> None:
@@ -275,9 +282,16 @@ def check_history_weights(weights: torch.Tensor, name: str) -> None:
 
 
 def check_single_rows(
-    sequences: list[JaggedTensor], names: list[str], argument: str, kind: str = "id"
+    sequences: list[JaggedTensor],
+    names: list[str],
+    argument: str,
+    kind: str = "id",
+    histories: Sequence[JaggedTensor] = (),
 ) -> None:
-    """Check that each sample has one row of each sequence. ``argument`` gave their ``names``."""
+    """Check that each sample has one row of each sequence. ``argument`` gave their ``names``.
+
+    The message asks whether target and history are swapped if a history has one row per sample.
+    """
     lengths = [sequence.lengths() for sequence in sequences]
 
     def message(key: int, count: int, *where: object) -> str:
@@ -290,17 +304,27 @@ def check_single_rows(
         stacked = torch.stack(lengths)  # [keys, B]
         if (wrong := torch.nonzero(stacked != 1)).numel():
             key, sample = wrong[0].tolist()
-            raise ValueError(message(key, int(stacked[key, sample]), "sample", sample))
+            are_single = [bool((history.lengths() == 1).all()) for history in histories]
+            hint = " (are target and history swapped?)" if any(are_single) else ""
+            raise ValueError(message(key, int(stacked[key, sample]), "sample", f"{sample}{hint}"))
     for key, sequence in enumerate(sequences):
         rows, samples = sequence.values().shape[0], lengths[key].numel()
         _check_equal(rows, samples, functools.partial(message, key, rows, samples, "samples"))
 
 
 def check_equal_lengths(
-    sequence: JaggedTensor, name: str, like: JaggedTensor, like_name: str
+    sequence: JaggedTensor,
+    name: str,
+    like: JaggedTensor,
+    like_name: str,
+    kind: str = "timestamps",
+    like_kind: str = "history",
 ) -> None:
-    """Check that ``sequence`` has the lengths of ``like``."""
-    message = f"{name!r} must be as long as {like_name!r} in each sample, got "
+    """Check that ``sequence`` has the lengths of ``like``. The message names both with a kind."""
+    message = (
+        f"{kind} {name!r} must have as many values in each sample as {like_kind} {like_name!r}, "
+        "got "
+    )
     lengths, expected = sequence.lengths(), like.lengths()
     if should_validate(lengths) and (wrong := torch.nonzero(lengths != expected)).numel():
         sample = int(wrong[0])
@@ -315,7 +339,7 @@ def check_equal_keys(features: KeyedJaggedTensor, keys: list[str]) -> None:
     """Check that all ``keys`` have the same lengths."""
     for key in keys[1:]:
         first = read_feature(features, keys[0])
-        check_equal_lengths(read_feature(features, key), key, first, keys[0])
+        check_equal_lengths(read_feature(features, key), key, first, keys[0], "key", "key")
 
 
 def _check_equal(rows: int, expected: int, message: Callable[[], str]) -> None:

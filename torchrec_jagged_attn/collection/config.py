@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
+from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_jagged_attn.base.checks import check_bool, check_int
@@ -239,6 +240,13 @@ def check_configs(
         raise ValueError("tables must hold at least one EmbeddingBagConfig, got none")
     if repeated := _repeated(table.name for table in tables):
         raise ValueError(f"tables must have different names, got {repeated} more than once")
+    for table in tables:
+        try:
+            nn.ModuleDict({table.name: nn.Identity()})
+        except KeyError as error:  # a name with a dot, or of a method
+            raise ValueError(
+                f"tables must have names that torch.nn.ModuleDict accepts, got {table.name!r}"
+            ) from error
     targets = {feature for _, feature in find_features("target", attentions, tables)}
     histories = find_features("history", attentions, tables)
     codes = [name for config in attentions for name in code_histories(config)]
@@ -258,18 +266,19 @@ def check_configs(
 
 
 def _check_config(config: TargetAttentionConfig, tables: list[EmbeddingBagConfig]) -> None:
-    features = {
-        name: find_feature(argument, name, tables)[0].embedding_dim
+    attended = {
+        name: find_feature(argument, name, tables)[0]
         for argument, names in (("target", config.targets), ("history", table_histories(config)))
         for name in names
     }
-    if wrong := {name: width for name, width in features.items() if width % 4 != 0}:
+    widths = {table.name: table.embedding_dim for table in attended.values()}
+    if wrong := {name: width for name, width in widths.items() if width % 4 != 0}:
         raise ValueError(
             "tables that hold a target or a history must have an embedding_dim that is a multiple "
             f"of 4, got {wrong}"
         )
     if config.history_codes is None:
-        embed_dim = sum(features[name] for name in config.histories)
+        embed_dim = sum(attended[name].embedding_dim for name in config.histories)
     else:
         embed_dim = width_of_codes(config.history_codes)
         for table in tables:

@@ -74,8 +74,9 @@ class TargetAttentionEmbeddingBagCollection(nn.Module):
     individually if it shares a table with a target or a history.
 
     ``DistributedModelParallel`` requires the sharders of both, which are its defaults:
-    ``EmbeddingCollectionSharder`` and ``EmbeddingBagCollectionSharder``. The weights of attentions
-    are dense: pass only :func:`embedding_parameters` to ``apply_optimizer_in_backward``.
+    ``EmbeddingCollectionSharder`` and ``EmbeddingBagCollectionSharder``. On several ranks,
+    :class:`HistoryEmbeddingCollectionSharder` is recommended in place of the first. The weights of
+    attentions are dense: pass only :func:`embedding_parameters` to ``apply_optimizer_in_backward``.
 
     Args:
         tables: as for EmbeddingBagCollection. Tables of targets and histories must have an

@@ -95,6 +95,7 @@ class TargetAttentionPooling(nn.Module):
 
     # torch.jit.script infers no types of records and of empty lists.
     _targets: list[_Source]
+    _histories: list[_Source]
     _single_ids: list[_Source]
     _attentions: list[_Attention]
     _pooled: list[tuple[list[_Source], str]]
@@ -140,6 +141,7 @@ class TargetAttentionPooling(nn.Module):
         }
         histories = {source.key for attention in self._attentions for source in attention.histories}
         self._targets = list(targets.values())
+        self._histories = [x for attention in self._attentions for x in attention.histories]
         self._single_ids = [x for x in sources.values() if x.feature in single_ids]
         modes = {table.name: pooling_type_to_str(table.pooling) for table in tables}
         pooled: dict[tuple[int, str], list[_Source]] = {}
@@ -219,7 +221,8 @@ class TargetAttentionPooling(nn.Module):
         """
         target_rows = [_rows(x, sequences) for x in self._targets]
         names = [x.feature for x in self._targets]
-        rows = _single_rows(target_rows, names, "target", self._has_requests)
+        histories = [_rows(x, sequences) for x in self._histories]
+        rows = _single_rows(target_rows, names, "target", self._has_requests, histories)
         targets: dict[str, Tensor] = {}
         blocks: list[Tensor] = []
         for i, x in enumerate(self._targets):
@@ -266,7 +269,7 @@ class TargetAttentionPooling(nn.Module):
                 users.append(_newest_rows(history))
         single_rows = [_rows(x, sequences) for x in self._single_ids]
         names = [x.feature for x in self._single_ids]
-        rows = _single_rows(single_rows, names, "single_id_features", False)
+        rows = _single_rows(single_rows, names, "single_id_features", False, [])
         sample_blocks: list[Tensor] = []
         for i, x in enumerate(self._single_ids):
             single = rows[i]
@@ -457,15 +460,22 @@ def _join(tensors: list[Tensor], dim: int = 1) -> Tensor:
 
 @torch.fx.wrap
 def _single_rows(
-    sequences: list[JaggedTensor], names: list[str], argument: str, has_requests: bool
+    sequences: list[JaggedTensor],
+    names: list[str],
+    argument: str,
+    has_requests: bool,
+    histories: list[JaggedTensor],
 ) -> list[Tensor]:
-    """Return the rows of each feature, ``[B, D]``; of candidates of requests, ``[ΣT, D]``."""
+    """Return the rows of each feature, ``[B, D]``; of candidates of requests, ``[ΣT, D]``.
+    ``histories`` are for the message of an error.
+    """
     if not is_scripting():
         if has_requests:
             for sequence, name in zip(sequences[1:], names[1:], strict=True):
-                check_equal_lengths(sequence, name, sequences[0], names[0])
+                kind = "candidate feature"
+                check_equal_lengths(sequence, name, sequences[0], names[0], kind, kind)
         else:
-            check_single_rows(sequences, names, argument)
+            check_single_rows(sequences, names, argument, histories=histories)
     return [sequence.values() for sequence in sequences]
 
 
@@ -535,7 +545,7 @@ def _concatenate_columns(sequences: list[JaggedTensor], names: list[str]) -> Jag
         return first
     if not is_scripting():
         for sequence, name in zip(sequences[1:], names[1:], strict=True):
-            check_equal_lengths(sequence, name, first, names[0])
+            check_equal_lengths(sequence, name, first, names[0], "history")
     return _with_offsets_of(first, torch.cat([x.values() for x in sequences], dim=1))
 
 

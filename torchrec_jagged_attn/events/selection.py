@@ -90,7 +90,7 @@ def select_events(
         check_jagged(history, name)
     (first_name, first), *others = histories.items()
     for name, history in others:
-        check_equal_lengths(history, name, first, first_name)
+        check_equal_lengths(history, name, first, first_name, "events", "events")
     _check_limits(keep, threshold, scores)
     if capacity is not None:
         capacity = check_int(capacity, "capacity", 0, "an int or None")

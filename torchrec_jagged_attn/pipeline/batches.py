@@ -56,7 +56,8 @@ class StepInputs:
             if x.variable_stride_per_key():
                 raise NotImplementedError(
                     "features must have one batch size for all keys with TrainPipelineCudaGraph, "
-                    f"got {x.stride_per_key()} for {x.keys()}: use TrainPipelineSparseDist"
+                    f"got {x.stride_per_key()} for {x.keys()}: use TrainPipelineSparseDist "
+                    "and EmbeddingCollectionSharder"
                 )
             self.tensors[f"{path}.lengths"] = x.lengths()
             self.constants[f"the keys of {path}"] = x.keys()

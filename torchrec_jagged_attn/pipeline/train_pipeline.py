@@ -69,6 +69,15 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
 
     On a CPU the same padded step runs without a graph.
 
+    - ``progress`` returns the second value that the forward returns: ``(loss, logits, labels)`` of
+      a ``DLRMTrain``.
+    - Batches of another size than the captured one are trained by eager steps: use
+      ``drop_last=True``.
+    - For evaluation, call ``model.eval()`` and ``pipeline.progress(batches)``, or
+      ``pipeline.detach()`` before ``model(batch)``.
+    - On several ranks, histories require a :class:`HistoryEmbeddingCollectionSharder`.
+    - Delete the pipeline, or call ``pipeline.detach()``, before ``dist.destroy_process_group()``.
+
     All ranks train as many batches as the rank with the fewest. With
     ``TORCHREC_JAGGED_ATTN_VALIDATE=1`` all steps are eager.
 
@@ -154,7 +163,9 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._backward_of_replay: Callable[[], None] | None = None
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Train on a batch, see ``TrainPipelineSparseDist.progress``."""
+        """Train on a batch and return the second value that the forward returns, see
+        ``TrainPipelineSparseDist.progress``.
+        """
         check_step(self._model, self._optimizer is self._given_optimizer)
         self._backward_of_replay = None
         is_captured = self._captured_step is not None
@@ -379,9 +390,19 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._note(step)
         self._last_sizes = step.inputs.constants
         if self._captured_step is not None and self.eager_steps[reason] == MOST_EAGER_STEPS + 1:
-            logger.warning("%d steps were eager: %s", MOST_EAGER_STEPS + 1, reason)
+            sizes = self._describe_sizes(step, reason)
+            logger.warning("%d steps were eager: %s%s", MOST_EAGER_STEPS + 1, reason, sizes)
         with modules_return(self._unwrapped, step.look_up().outputs()):
             return self._model(step.batch)
+
+    def _describe_sizes(self, step: _Step, reason: str) -> str:
+        """Return what a batch and the capture have, if ``reason`` is another size; otherwise ""."""
+        name = reason.removeprefix("another value: ")
+        sizes = [x.get(name) for x in (step.inputs.constants, self._captured_sizes)]
+        if not name.startswith(("the shape of ", "the number of samples of ")) or None in sizes:
+            return ""
+        got, captured = ([*x] if isinstance(x, torch.Size) else x for x in sizes)
+        return f": got {got}, captured {captured}; with drop_last=True batches have one size"
 
     def _note(self, step: _Step) -> None:
         """Update the largest numbers of rows."""

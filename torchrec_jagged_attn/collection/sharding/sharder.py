@@ -38,7 +38,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_jagged_attn.base.row_gradients import scale_gradient
-from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
+from torchrec_jagged_attn.collection.batch_checks import check_keys, pad_empty_batch
 from torchrec_jagged_attn.collection.sharding.id_exchange import Feature, IdExchange, Received
 from torchrec_jagged_attn.collection.sharding.looked_up import (
     SPARE,
@@ -141,6 +141,12 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
                 )
                 for name, key in keys.items()
             ]
+        times = [
+            y for x in histories.values() if x.has_ages for y in (x.timestamps, x.request_time)
+        ]
+        shardings = self._sharding_type_to_sharding.values()
+        keys = [key for sharding in shardings for key in sharding.feature_names()]
+        self._keys = [*dict.fromkeys(keys + [key for key in times if key])]
         self._exchange = IdExchange(features, self._group, self._device)
         self._send_groups = [SendGroup.create(x, rank, num_ranks) for x in self._exchange.groups]
         self._local_histories = [x for x in self._exchange.features if x.is_local]
@@ -152,6 +158,7 @@ class ShardedHistoryEmbeddingCollection(ShardedEmbeddingCollection):
         self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         features = pad_empty_batch(maybe_td_to_kjt(features))
+        check_keys(features, self._keys)  # pipelines call this before the checks of the collection
         if features.variable_stride_per_key():
             raise NotImplementedError(
                 "features must have one batch size with HistoryEmbeddingCollectionSharder, got "
@@ -453,7 +460,8 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     sharded as by ``EmbeddingCollectionSharder``. Results differ from a single rank by rounding.
 
     Tables of histories may be row-wise, which is best, table-wise or data-parallel.
-    :class:`HistoryEmbeddingShardingPlanner` estimates the cost of each.
+    :class:`HistoryEmbeddingShardingPlanner` estimates the cost of each. Batch sizes may not vary by
+    feature. ``TrainPipelineCudaGraph`` requires this sharder on several ranks.
 
     Args:
         fused_params: as for ``EmbeddingCollectionSharder``.
@@ -464,6 +472,11 @@ class HistoryEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     Raises:
         NotImplementedError: a table of histories is sharded by column, codecs encode several rows
             together, the model is in a DMPCollection, or ``use_index_dedup`` is True.
+
+    Example:
+        >>> from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        >>> sharders = [EmbeddingBagCollectionSharder(), HistoryEmbeddingCollectionSharder()]
+        >>> model = DistributedModelParallel(model, sharders=sharders)  # doctest: +SKIP
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from torchrec.quant import embedding_modules as quantized
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_jagged_attn.collection.batch_checks import pad_empty_batch
+from torchrec_jagged_attn.collection.batch_checks import check_keys, pad_empty_batch
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
 
 PRUNING_DATA = quantized.MODULE_ATTR_EMB_CONFIG_NAME_TO_NUM_ROWS_POST_PRUNING_DICT
@@ -55,12 +55,21 @@ def prepare_lookups(lookups: list[nn.Module]) -> bool:
                 _prepared.add(lookup)
         return True
     if len(not_sharded) < len(lookups) or _is_in_distributed_model_parallel():
-        names = sorted({f"{type(lookup).__name__}Sharder()" for lookup in not_sharded})
+        names = {f"{type(lookup).__name__}Sharder()" for lookup in not_sharded}
+        if "EmbeddingCollectionSharder()" in names:
+            names.remove("EmbeddingCollectionSharder()")
+            names.add("HistoryEmbeddingCollectionSharder() or EmbeddingCollectionSharder()")
+        tables = [name for lookup in not_sharded for name in _table_names(lookup)]
         raise RuntimeError(
-            f"sharders of DistributedModelParallel must include {' and '.join(names)}, got no "
-            "such sharder: without it, each rank trains its own copy of these tables"
+            f"sharders of DistributedModelParallel must include {', and '.join(sorted(names))}, "
+            f"got none that shards the tables {tables}"
         )
     return False
+
+
+def _table_names(lookup: Any) -> list[str]:
+    name = "embedding_configs" if hasattr(lookup, "embedding_configs") else "embedding_bag_configs"
+    return [config.name for config in getattr(lookup, name, list)()]
 
 
 def _is_in_distributed_model_parallel() -> bool:
@@ -102,11 +111,16 @@ def _set_placeholder_dtype(module: nn.Module) -> None:
 def _accept_empty_batches(lookup: nn.Module) -> None:
     """Replace ``input_dist``, which pipelines call directly, by :func:`_input_dist`."""
     if isinstance(lookup, ShardedEmbeddingCollection) and "input_dist" not in vars(lookup):
-        lookup.input_dist = functools.partial(_input_dist, lookup)
+        shardings = lookup._sharding_type_to_sharding.values()
+        keys = [key for sharding in shardings for key in sharding.feature_names()]
+        lookup.input_dist = functools.partial(_input_dist, lookup, [*dict.fromkeys(keys)])
 
 
-def _input_dist(lookup: ShardedEmbeddingCollection, ctx: Any, features: Any) -> Any:
+def _input_dist(
+    lookup: ShardedEmbeddingCollection, keys: list[str], ctx: Any, features: Any
+) -> Any:
     features = pad_empty_batch(maybe_td_to_kjt(features))
+    check_keys(features, keys)  # pipelines call this before the checks of the collection
     return ShardedEmbeddingCollection.input_dist(lookup, ctx, features)
 
 
