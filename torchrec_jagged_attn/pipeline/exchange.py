@@ -31,9 +31,9 @@ from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
     FixedExchange,
 )
 from torchrec_jagged_attn.collection.sharding.id_exchange import (
-    OwnedIds,
     Received,
     one_bag_per_feature,
+    owned_ids,
 )
 from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, as_weights
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
@@ -117,7 +117,11 @@ class HistoryRoutes:
                 )
                 for lookup, names in self._names.items()
             },
-            {x.name: self._owned_ids(ids, first, x) for x in self._local_histories},
+            {
+                x.name: owned_ids(x.history, *ids.owned([first + self._route[x.name]]))
+                for x in self._local_histories
+                if x.history is not None
+            },
             [
                 {x.name: sent[x.name][rank] for x in self._features if rank in x.owners}
                 for rank in ranks
@@ -127,15 +131,6 @@ class HistoryRoutes:
         )
         # Pipelines accept any object with ``record_stream`` in place of a KeyedJaggedTensor.
         return KJTList([received_ids])  # pyright: ignore[reportArgumentType]
-
-    def _owned_ids(self, ids: ExchangedIds, first: int, feature: Any) -> OwnedIds:
-        lengths, columns = ids.owned([first + self._route[feature.name]])
-        return OwnedIds(
-            lengths.long(),
-            columns["positions"],
-            columns["ages"] if feature.history.has_ages else None,
-            as_weights(columns["weights"]) if feature.history.has_weights else None,
-        )
 
 
 class BagRoutes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -51,6 +51,16 @@ class OwnedIds(NamedTuple):
     positions: Tensor  # [N'] int64, of each row in its whole history, -1 is the newest
     ages: Tensor | None  # [N'] int64
     prior_weights: Tensor | None  # [N']
+
+
+def owned_ids(history: HistoryFeature, lengths: Tensor, columns: Mapping[str, Tensor]) -> OwnedIds:
+    """Return the received ``lengths`` and columns, by name, of a history."""
+    return OwnedIds(
+        lengths.long(),
+        columns["positions"],
+        columns["ages"] if history.has_ages else None,
+        as_weights(columns["weights"]) if history.has_weights else None,
+    )
 
 
 class Received(NamedTuple):
@@ -266,12 +276,10 @@ class IdExchange:
             for feature in self.features:
                 if feature.history is None or not feature.is_local:
                     continue
-                x = {name: pieces.get(feature.name, empty) for name, pieces in columns.items()}
-                owned[feature.name] = OwnedIds(
-                    torch.cat(local_lengths.get(feature.name, empty)).long(),
-                    torch.cat(x["positions"]),
-                    torch.cat(x["ages"]) if feature.history.has_ages else None,
-                    as_weights(torch.cat(x["weights"])) if feature.history.has_weights else None,
+                owned[feature.name] = owned_ids(
+                    feature.history,
+                    torch.cat(local_lengths.get(feature.name, empty)),
+                    {name: torch.cat(x.get(feature.name, empty)) for name, x in columns.items()},
                 )
         return Received(
             ids.lengths,
