@@ -139,12 +139,12 @@ def assert_weights_are_dropped(functions, inputs, num_query_rows, num_heads, num
 @pytest.mark.parametrize(
     ("layout", "num_targets", "dtype", "others", "score"),
     [
-        ("own", 1, torch.float32, "prior, positions", "softmax"),
-        ("own", 1, torch.bfloat16, "", "softmax"),
-        ("own", 9, torch.float16, "prior, positions", "softmax"),
-        ("own", 9, torch.float32, "", "silu"),
-        ("own", 40, torch.float16, "", "softmax"),
-        ("own", 40, torch.float32, "prior, positions", "softmax"),
+        ("dense", 1, torch.float32, "prior, positions", "softmax"),
+        ("dense", 1, torch.bfloat16, "", "softmax"),
+        ("dense", 9, torch.float16, "prior, positions", "softmax"),
+        ("dense", 9, torch.float32, "", "silu"),
+        ("dense", 40, torch.float16, "", "softmax"),
+        ("dense", 40, torch.float32, "prior, positions", "softmax"),
         ("shared", 9, torch.bfloat16, "prior, positions", "softmax"),
         ("jagged", 9, torch.float32, "prior, positions", "softmax"),
         ("jagged", 9, torch.bfloat16, "positions", "sigmoid"),

@@ -8,14 +8,14 @@ from tests.target_attention.test_target_attention import assert_right, inputs_of
 from torchrec_jagged_attn import JaggedTargetAttention, jagged_target_attention
 
 SCORE_CASES = [
-    ("own", 1, torch.float32, "tables"),
-    ("own", 1, torch.bfloat16, "tables"),
-    ("own", 3, torch.float32, ""),
-    ("own", 3, torch.float64, "tables"),
-    ("own", 9, torch.float16, "tables"),
-    ("own", 9, torch.float32, "tables"),
-    ("own", 40, torch.float32, "tables"),
-    ("own", 40, torch.bfloat16, ""),
+    ("dense", 1, torch.float32, "tables"),
+    ("dense", 1, torch.bfloat16, "tables"),
+    ("dense", 3, torch.float32, ""),
+    ("dense", 3, torch.float64, "tables"),
+    ("dense", 9, torch.float16, "tables"),
+    ("dense", 9, torch.float32, "tables"),
+    ("dense", 40, torch.float32, "tables"),
+    ("dense", 40, torch.bfloat16, ""),
     ("shared", 9, torch.bfloat16, ""),
     ("jagged", 9, torch.float32, "tables"),
     ("jagged", 9, torch.float16, "tables"),

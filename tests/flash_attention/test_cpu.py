@@ -1,4 +1,4 @@
-"""What only the CPU path promises: bits that no other sample touches, and memory as the rows."""
+"""Guarantees of the CPU kernels alone: batch-invariant results, and memory linear in the rows."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -51,8 +51,8 @@ def inputs_of(lengths, *, targets=1, num_heads=2, width=16, dtype=torch.float32)
     return inputs
 
 
-def some_samples(inputs, order):
-    """Inputs of the samples in ``order``, and the rows of ``query`` and ``history`` they have."""
+def select_samples(inputs, order):
+    """Inputs of the samples in ``order``, and their rows of ``query`` and ``history``."""
     ranges = {"history": inputs["offsets"]}
     if "query_offsets" in inputs:
         ranges["query"] = inputs["query_offsets"]
@@ -72,11 +72,11 @@ def some_samples(inputs, order):
 def assert_bits_do_not_depend_on_the_batch(inputs, grad_out):
     whole = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     for order in [[12, 7, 0, 9, 3, 2, 5], [9, 6], [9], [3], [2], [1], [0]]:
-        fewer, rows = some_samples(inputs, order)
+        fewer, rows = select_samples(inputs, order)
         results = outputs_and_gradients(jagged_target_attention, fewer, grad_out[rows["query"]])
         for name in ("out", "query", "history", "prior_weights"):
-            of = rows["query" if name in ("out", "query") else "history"]
-            assert torch.equal(results[name], whole[name][of]), f"{name} depends on the batch"
+            kept = rows["query" if name in ("out", "query") else "history"]
+            assert torch.equal(results[name], whole[name][kept]), f"{name} depends on the batch"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_bits_do_not_depend_on_the_batch(shape, dtype, targets):
 
 @pytest.mark.usefixtures("threads")
 def test_bits_beside_a_sample_that_all_cores_share():
-    """That of 700 rows, whose products have more than 2²⁴ multiply-adds."""
+    """The sample of 700 rows, whose products have more than 2²⁴ multiply-adds, uses all cores."""
     inputs = inputs_of(LENGTHS, targets=64, num_heads=8, width=64)
     assert_bits_do_not_depend_on_the_batch(inputs, torch.randn_like(inputs["query"]))
 
@@ -116,8 +116,8 @@ def test_bits_do_not_depend_on_the_number_of_threads():
         assert all(torch.equal(others[name], results[0][name]) for name in results[0])
 
 
-def test_calls_side_by_side():
-    """From several threads of the process."""
+def test_concurrent_calls():
+    """Calls from several threads of the process give equal results."""
     inputs = inputs_of(LENGTHS, targets=3)
     grad_out = torch.randn_like(inputs["query"])
 
@@ -162,7 +162,7 @@ def test_sums_over_long_histories():
 
 
 def peak_bytes(call):
-    """The most memory that ``call`` holds at any time, with one thread: others are not seen."""
+    """Peak memory of ``call``, on one thread: the profiler does not see the other ones."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -173,16 +173,16 @@ def peak_bytes(call):
     return allocated.cumsum(0).max()
 
 
-def test_memory_follows_the_rows():
+def test_memory_is_linear_in_the_rows():
     inputs = inputs_of([20_000] + [8] * 500, width=64)
     grad_out = torch.randn_like(inputs["query"])
-    given = sum(value.nbytes for value in inputs.values())
+    input_bytes = sum(value.nbytes for value in inputs.values())
     peak = peak_bytes(lambda: outputs_and_gradients(jagged_target_attention, inputs, grad_out))
-    assert peak < 4 * given  # padded, the history alone would be 400 times
+    assert peak < 4 * input_bytes  # padded, the history alone would take 400 times
 
 
 def test_attention_over_keys_converts_few_at_a_time():
-    """Keys and values of half precision, that several heads share."""
+    """Keys and values are in half precision and shared by several heads."""
     lengths = torch.full((400,), 50)
     offsets = offsets_of(lengths, torch.int64, "cpu")
     q_offsets = offsets_of(torch.ones_like(lengths), torch.int64, "cpu")
@@ -210,51 +210,49 @@ def test_forward_takes_less_memory_than_the_rows():
     assert peak - inputs["query"].nbytes < inputs["history"].nbytes / 2
 
 
-def rows_at(x, stride):
-    """``x``, with the elements of a row ``stride`` apart: apart, they are none that loops read."""
+def with_element_stride(x, stride):
+    """Copy ``x`` to rows with this stride between elements; the C++ loops read only stride 1."""
     return x.new_zeros(*x.shape, stride).index_copy_(-1, torch.tensor([0]), x.unsqueeze(-1))[..., 0]
 
 
 def outcomes(inputs, grad_out):
-    """By loops, and by PyTorch's operators."""
-    apart = {**inputs, "k": rows_at(inputs["k"], 2)}
-    return [
-        outputs_and_gradients(jagged_flash_attention, given, grad_out) for given in (inputs, apart)
-    ]
+    """Outputs and gradients of the loops, and of PyTorch's operators."""
+    strided = {**inputs, "k": with_element_stride(inputs["k"], 2)}
+    return [outputs_and_gradients(jagged_flash_attention, x, grad_out) for x in (inputs, strided)]
 
 
 def special_inputs(lengths, *, biased):
-    """Scores of NaN and of both infinities: a sample of each, and those of the first are finite."""
+    """Inputs with scores of NaN, +inf and -inf, in one sample each; the first sample is finite."""
     generator = torch.Generator().manual_seed(0)
     offsets = offsets_of(torch.tensor(lengths), torch.int64, "cpu")
     q, k, v = (torch.rand(sum(lengths), 2, 4, generator=generator) + 0.5 for _ in range(3))
-    of_finite, of_nan, of_inf, of_minus_inf, of_bias, _ = (
+    finite_rows, nan_rows, inf_rows, minus_inf_rows, masked_rows, _ = (
         slice(*bounds) for bounds in itertools.pairwise(offsets.tolist())
     )
-    k[of_nan.stop - 2, 0, 1] = torch.nan
-    k[of_inf.start, 1, 2] = torch.inf
-    q[of_nan.start, 1, 3] = torch.nan
-    q[of_minus_inf.start] = -torch.inf  # all keys are positive: the row has no other score
+    k[nan_rows.stop - 2, 0, 1] = torch.nan
+    k[inf_rows.start, 1, 2] = torch.inf
+    q[nan_rows.start, 1, 3] = torch.nan
+    q[minus_inf_rows.start] = -torch.inf  # all keys are positive: the row has no other score
     inputs = {"q": q, "k": k, "v": v, "q_offsets": offsets}
     if biased:
         inputs["bias"] = torch.randn(sum(lengths), 2, generator=generator)
-        inputs["bias"][of_bias, 1] = -torch.inf
-        inputs["bias"][of_finite.start, 0] = -torch.inf  # one key of several
+        inputs["bias"][masked_rows, 1] = -torch.inf
+        inputs["bias"][finite_rows.start, 0] = -torch.inf  # one key of several
     return inputs, torch.randn(q.shape, generator=generator)
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 def test_scores_that_are_not_finite(biased):
-    """Zeros where all that a row sees is -inf, and NaN where it sees NaN or +inf, on any path."""
+    """Rows whose scores are all -inf give zeros, rows with NaN or +inf give NaN."""
     lengths = [5, 4, 3, 3, 4, 5]
     inputs, grad_out = special_inputs(lengths, biased=biased)
     results = outcomes(inputs, grad_out)
     expected = torch.zeros(sum(lengths), 2, dtype=torch.bool)
     expected[5:9, 0] = expected[5, 1] = True
     expected[9:12, 1] = True
-    for name, of_loops in results[0].items():
-        assert_same_run(results[1][name], of_loops, num_terms=5 + 4, name=name)
+    for name, value in results[0].items():
+        assert_same_run(results[1][name], value, num_terms=5 + 4, name=name)
     out = results[0]["out"]
     assert torch.equal(out.isnan().any(2), expected)
     assert torch.equal(out.isnan().all(2), expected)
@@ -264,8 +262,8 @@ def test_scores_that_are_not_finite(biased):
         assert torch.all(results[0]["bias"][15:19, 1] == 0)
 
 
-def test_a_table_by_distance_hides_all_keys():
-    """Of one head, so that its rows and all their gradients are zeros."""
+def test_relative_bias_masks_all_keys():
+    """Outputs and gradients of the head whose keys are all masked are zeros."""
     inputs = make_flash_inputs(Case("small", 4, 5, 2, 4), "cpu")
     grad_out = torch.ones_like(inputs["q"])
     inputs["relative_bias"] = torch.zeros(3, 2).index_fill_(1, torch.tensor([1]), -torch.inf)
@@ -279,7 +277,7 @@ def test_a_table_by_distance_hides_all_keys():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("nan_filled_memory")
 def test_every_gradient_of_the_history_is_written(dtype):
-    """Also of rows that no query reads, in memory that was NaN."""
+    """Gradients of rows that no query reads are zeros, in memory filled with NaN before."""
     for lengths, targets in (
         ([3, 0, 400, 5], [0, 2, 0, 1]),
         ([3, 400], [0, 0]),

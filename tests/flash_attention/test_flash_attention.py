@@ -1,4 +1,4 @@
-"""``jagged_flash_attention`` against PyTorch's SDPA on each sample, on every device and path."""
+"""``jagged_flash_attention`` against PyTorch's SDPA on each sample, on all devices and kernels."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from tests.rounding import RoundingErrors
 from tests.samples import assert_other_samples_never_matter, assert_rows_behind_never_matter
 from tests.target_attention.test_target_attention import (
     FAR_TIMES,
-    buckets_apart,
+    bucket_distances,
     inputs_of_ages,
     inputs_of_far_times,
 )
@@ -67,7 +67,7 @@ def test_cases(name, kind, causal, device):
     case = CASES[name]
     skip_unless_supported(case, device)
     options = {}
-    if "cross" in kind:  # of grouped heads, where that is possible
+    if "cross" in kind:  # with grouped heads if possible
         kv_heads = max(1, case.num_heads // 2) if "biased" in kind else 1
         options = {"cross": True, "kv_heads": kv_heads, "value_width": 24}
     assert_right(make_flash_inputs(case, device, **options, bias="biased" in kind), causal)
@@ -88,7 +88,7 @@ def assert_rows_behind_never_matter_to(inputs, num_queries, num_keys, **options)
     assert torch.all(lse[len(inputs["q"]) :] == -torch.inf)
 
 
-BEHIND = {  # what a call takes
+BEHIND = {  # shapes of biases, and options
     "self": {},
     "causal": {"causal": True},
     "window": {"causal": True, "window": 20},
@@ -105,7 +105,7 @@ BEHIND = {  # what a call takes
     each_pair(BEHIND, [torch.float32, torch.float16], [(1, 0), (70, 33), (3, 300)]),
     ids=str,
 )
-def test_rows_behind_the_last_one(name, dtype, num_behind, device):
+def test_rows_behind_the_last_offset(name, dtype, num_behind, device):
     lengths = [20, 0, 70, 8], [70, 3, 0, 25]
     if name in ("self", "causal", "window"):
         lengths = lengths[1], lengths[1]
@@ -127,7 +127,7 @@ def test_rows_behind_the_last_one(name, dtype, num_behind, device):
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("num_samples", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_no_row_but_those_behind(dtype, num_samples, device):
+def test_only_rows_behind(dtype, num_samples, device):
     inputs = inputs_of([0] * num_samples, [0] * num_samples, device, dtype)
     inputs["relative_bias"] = torch.randn(20, 2, device=device)
     assert_rows_behind_never_matter_to(inputs, 70, 130)
@@ -151,10 +151,10 @@ def test_lengths_and_windows_about_tiles(mask, width, dtype, kv_heads):
         assert_right(inputs, causal, window=window)
 
 
-@pytest.mark.parametrize("other", ["stride", "dtype"])
-def test_offsets_that_begin_at_one_address(other, device):
-    """Those of keys are read in another way than those of queries."""
-    if other == "stride":
+@pytest.mark.parametrize("difference", ["stride", "dtype"])
+def test_offsets_at_the_same_address(difference, device):
+    """Offsets of keys and queries differ in stride or dtype."""
+    if difference == "stride":
         numbers = torch.tensor([0, 60, 90, 100, 170], device=device)
         q_offsets, kv_offsets = numbers[:3], numbers[::2]
     else:
@@ -200,7 +200,7 @@ def test_window(name, window, kind, device):
 @pytest.mark.parametrize("window", [1, 6, 64, 10**12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_window_of_biases(dtype, window, device):
-    """By key, position and age, and prior weights."""
+    """Windows with biases by key, position and age, and prior weights."""
     skip_unless_supported(Case("biases", 6, 150, 2, 16, dtype=dtype), device)
     lengths = [9, 70, 5, 64, 0, 3], [150, 70, 0, 64, 5, 1]
     inputs = inputs_of(*lengths, device, dtype, bias=True, kv_heads=2)
@@ -213,21 +213,21 @@ def test_window_of_biases(dtype, window, device):
 
 
 def assert_tiles_beyond_a_window_are_not_read(inputs, window):
-    """What is NaN there comes into nothing."""
-    some = len(inputs["q"]) * 2 // 7
+    """NaN in keys and values beyond the window does not affect outputs or gradients."""
+    num_rows = len(inputs["q"]) * 2 // 7
     attend = partial(jagged_flash_attention, causal=True, window=window)
     grad_out = torch.ones_like(inputs["q"][..., : inputs["v"].shape[2]])
     poisoned = inputs | {name: inputs[name].clone() for name in "qkv"}
     for name in "kv":
-        poisoned[name][:some] = torch.nan
+        poisoned[name][:num_rows] = torch.nan
     results = outputs_and_gradients(attend, poisoned, grad_out)
     for name in ("out", "q"):
-        assert results[name][-some:].isfinite().all(), name
+        assert results[name][-num_rows:].isfinite().all(), name
     poisoned = inputs | {"q": inputs["q"].clone()}
-    poisoned["q"][-some:] = torch.nan
+    poisoned["q"][-num_rows:] = torch.nan
     results = outputs_and_gradients(attend, poisoned, grad_out)
     for name in {"k", "v", "bias"} & {*results}:
-        assert results[name][:some].isfinite().all(), name
+        assert results[name][:num_rows].isfinite().all(), name
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -268,7 +268,7 @@ def test_recency(causal, times, dtype, device):
 
 
 def draw_prior_weights(num_keys, device, dtype=torch.float32):
-    """About a third of them zeros, and all of the last 64 keys but one."""
+    """Random weights: about a third are zero, and the 64 before the last."""
     generator = torch.Generator().manual_seed(3)
     weights = 3 * torch.rand(num_keys, generator=generator)
     weights = weights.masked_fill(torch.rand(num_keys, generator=generator) < 0.3, 0)
@@ -332,7 +332,7 @@ def test_edges(q_lengths, kv_lengths, device):
         assert_right(inputs_of(q_lengths, kv_lengths, device, bias=causal), causal)
 
 
-def assert_tail_is_as_alone(inputs, grad_out, sample):
+def assert_tail_is_independent(inputs, grad_out, sample):
     """Samples from ``sample`` on have the same bits without those before; returns their inputs."""
     row = int(inputs["q_offsets"][sample])
     tail = {name: inputs[name][row:].clone() for name in "qkv"}
@@ -351,12 +351,12 @@ def test_more_programs_than_a_grid_dimension_holds(width, dtype):
     lengths[::7] += 40
     inputs = inputs_of(lengths, lengths, "cuda", dtype, width=width)
     grad_out = torch.randn_like(inputs["q"][..., : width // 2])
-    assert_right(assert_tail_is_as_alone(inputs, grad_out, 69_990))
+    assert_right(assert_tail_is_independent(inputs, grad_out, 69_990))
 
 
 @pytest.fixture
 def freed_memory():
-    """What a large test took is not kept for others."""
+    """Free the CUDA memory that PyTorch caches, after the test."""
     yield
     torch.cuda.empty_cache()
 
@@ -364,12 +364,12 @@ def freed_memory():
 @pytest.mark.gpu
 @pytest.mark.usefixtures("freed_memory")
 def test_more_elements_than_int32_counts():
-    """In 37 GB, of which 13 are sums of the backward on Hopper."""
+    """Takes 37 GB, including 13 for sums of the backward on Hopper."""
     lengths = torch.randint(301, 333, (4000,), generator=torch.Generator().manual_seed(0))
     lengths[::8] -= 300
     x = torch.randn(int(lengths.sum()), 16, 128, device="cuda", dtype=torch.bfloat16)
     inputs = dict.fromkeys("qkv", x) | {"q_offsets": offsets_of(lengths, torch.int64, "cuda")}
-    tail = assert_tail_is_as_alone(inputs, x, 3900)
+    tail = assert_tail_is_independent(inputs, x, 3900)
     assert x.numel() - tail["q"].numel() > 2**31
 
 
@@ -398,7 +398,7 @@ def test_relative_bias(mask, kind, num_buckets, device):
 
 @pytest.mark.parametrize(("scale", "width"), [(0.25, 16), (-0.25, 64), (0.25, 20)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_relative_bias_beside_one_of_keys(causal, scale, width, device):
+def test_relative_bias_and_key_bias(causal, scale, width, device):
     lengths = [9, 70, 0, 64, 3], [70, 9, 5, 64, 0]
     inputs = inputs_of(*lengths, device, bias=True, width=width, kv_heads=2)
     generator = torch.Generator().manual_seed(1)
@@ -409,7 +409,7 @@ def test_relative_bias_beside_one_of_keys(causal, scale, width, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_relative_bias_of_far_keys(dtype):
-    """Of 70,000 keys and a query: 65 buckets, and one that is empty."""
+    """One query and 70,000 keys: 65 buckets, and an empty one."""
     inputs = inputs_of([1], [70_000], "cuda", dtype, width=64)
     inputs["relative_bias"] = torch.linspace(-2, 2, 132, device="cuda").view(66, 2)
     assert_right(inputs)
@@ -418,7 +418,7 @@ def test_relative_bias_of_far_keys(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7)])
 def test_log_sum_exps(causal, window, dtype, device):
-    """Which merge attention over parts of the keys; minus infinity without keys."""
+    """Log-sum-exps are fp32, and minus infinity without keys."""
     inputs = inputs_of([3, 40, 70, 0, 2], [5, 40, 100, 4, 0], device, dtype, bias=True)
     options = {"causal": causal, "window": window}
     _, lse = jagged_flash_attention(**inputs, **options, return_lse=True)
@@ -455,8 +455,8 @@ def test_bias_of_minus_infinity_hides_keys(device, causal):
 
 @pytest.mark.parametrize("name", ["bias", "position_bias", "relative_bias"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-def test_bias_that_is_no_number_hides_nothing(value, name, device):
-    """Those who see it become NaN."""
+def test_bias_of_nan_or_infinity(value, name, device):
+    """Outputs of queries that see it are NaN."""
     inputs = inputs_of([20], [20], device)
     inputs[name] = torch.zeros(20, 2, device=device)
     inputs[name][4] = value  # of a distance or position of 1, or of key 4
@@ -466,7 +466,7 @@ def test_bias_that_is_no_number_hides_nothing(value, name, device):
     assert torch.isnan(out[first:]).all()
 
 
-def test_bias_shifts_nothing(device):
+def test_bias_whose_exponential_overflows(device):
     inputs = inputs_of([5, 70], [90, 3], device, bias=True)
     inputs["bias"] += 128  # exp(128) is past fp32
     assert_right(inputs)
@@ -483,8 +483,8 @@ def test_buckets_of_ages(times, device):
     )
     offsets = torch.arange(len(expected) + 1, device=device), inputs["offsets"]
     out = jagged_flash_attention(inputs["query"].squeeze(1), keys, keys, *offsets, **recency)
-    apart = buckets_apart(out)
-    assert torch.equal(apart, expected.view(-1, 1, 1).expand_as(apart))
+    distances = bucket_distances(out)
+    assert torch.equal(distances, expected.view(-1, 1, 1).expand_as(distances))
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_buckets_of_ages(times, device):
     ids=str,
 )
 def test_ages_from_the_request(causal, times, dtype, device):
-    """Keys may be newer than it, and the newest one much older."""
+    """Keys may be newer than the request, or all much older."""
     inputs = inputs_of([4, 9, 2, 70, 0], [0, 90, 0, 3, 5], device, dtype)
     if causal:
         inputs |= inputs_of([90, 0, 3, 5], [90, 0, 3, 5], device, dtype)
@@ -536,7 +536,7 @@ def test_strided_inputs_and_gradients(device):
     ids=str,
 )
 def test_masked_scores_may_be_large(dtype, biased, window, more_keys, device):
-    """So large that the exponential of their difference to the visible ones overflows."""
+    """The exponential of their difference to the visible scores overflows."""
     inputs = inputs_of([40, 5, 70], [40 + more_keys, 5, 70], device, dtype, bias=biased, width=64)
     attend = partial(jagged_flash_attention, causal=True, window=window)
     grad_out = torch.ones_like(inputs["q"][..., : inputs["v"].shape[2]])
@@ -593,7 +593,7 @@ def test_opcheck(device):
 @pytest.mark.parametrize("transposed", [False, True], ids=["as-is", "transposed"])
 @pytest.mark.parametrize("lengths", [[2, 4, 6], [0, 0, 0]], ids=str)
 def test_gradients_are_contiguous(lengths, transposed, device):
-    """As the fakes are, which is what a compiled graph is made for."""
+    """The fakes are contiguous, and compiled graphs rely on them."""
     inputs = inputs_of([3, 0, 5], lengths, device)
     tables = {"bias": sum(lengths), "position_bias": 3, "age_bias": 5, "relative_bias": 4}
     for name, size in tables.items():
@@ -649,7 +649,7 @@ def test_repeats_of_many_short_samples_are_equal(max_length, width, kv_heads):
     for _ in range(20):
         again = outputs_and_gradients(jagged_flash_attention, inputs, grad_out)
         assert all(torch.equal(again[name], value) for name, value in first.items())
-    assert_right(assert_tail_is_as_alone(inputs, grad_out, 4900))
+    assert_right(assert_tail_is_independent(inputs, grad_out, 4900))
 
 
 @pytest.mark.gpu

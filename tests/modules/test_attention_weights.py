@@ -114,7 +114,7 @@ def test_attention_weights_do_not_depend_on_other_samples(device):
 
 
 @pytest.mark.parametrize("score", ["softmax", "silu"])
-def test_attention_weights_of_rows_behind_the_last_one(score, device):
+def test_attention_weights_of_rows_behind_the_last_offset(score, device):
     module = JaggedTargetAttention(16, 2, age_bias=True, score=score).to(device)
     target, history, times = example(module, [5, 0, 40, 3], device)
     options = {"request_time": torch.arange(4, device=device)}

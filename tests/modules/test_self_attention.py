@@ -240,7 +240,7 @@ class Stack(nn.Module):
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("num_behind", [1, 70, 200])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": 3}], ids=str)
-def test_rows_behind_the_last_one(options, num_behind, device):
+def test_rows_behind_the_last_offset(options, num_behind, device):
     """In encoder layers before a target attention, with finite rows."""
     model = Stack(**options).to(device)
     inputs = make_inputs(model, device)

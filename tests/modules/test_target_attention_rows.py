@@ -98,7 +98,7 @@ def test_repeated_row(device):
 
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("num_targets", [2, [2, 0, 1, 3, 1]], ids=str)
-def test_rows_behind_the_last_one(num_targets, path, device):
+def test_rows_behind_the_last_offset(num_targets, path, device):
     module = make_module(16, 2, value_projection=True, **path)
     inputs = by_index(module, device, lengths=[5, 0, 40, 3, 1], targets=num_targets)
     behind = {"indices": 70}

@@ -24,12 +24,12 @@ FEWER = [40, 0, 3, 20, 1]
 
 
 def joined(out, lse):
-    """One tensor of both, for :func:`assert_matches_oracle`."""
+    """Concatenate ``out`` and ``lse``, for :func:`assert_matches_oracle`."""
     return torch.cat([out.to(lse.dtype), lse.unsqueeze(-1)], -1)
 
 
 def attend(**inputs):
-    """The gradient of a log-sum-exp that is ``-inf`` is NaN, which counts nothing."""
+    """Call the op; gradients of log-sum-exps of ``-inf`` are set to NaN, which it must ignore."""
     out, lse = attend_with_lse(arguments_of(inputs))
     if lse.requires_grad:
         lse.register_hook(lambda grad: grad.masked_fill(lse == -torch.inf, torch.nan))
@@ -37,24 +37,24 @@ def attend(**inputs):
 
 
 def attend_by_owner(owners, **inputs):
-    """Merged from attention over the rows of each owner."""
+    """Merge the attention over the rows of each owner rank."""
     num_samples = inputs["offsets"].numel() - 1
     samples = torch.repeat_interleave(
         torch.arange(num_samples, device=owners.device), inputs["offsets"].diff()
     )
     outs, lses = [], []
     for owner in range(4):
-        own = (owners == owner).nonzero().flatten()
-        lengths = torch.bincount(samples[own], minlength=num_samples)
-        of_rows = {
-            name: inputs[name][own]
+        owned = (owners == owner).nonzero().flatten()
+        lengths = torch.bincount(samples[owned], minlength=num_samples)
+        owned_inputs = {
+            name: inputs[name][owned]
             for name in ("history", "prior_weights", "timestamps", "indices")
             if name in inputs and not (name == "history" and "indices" in inputs)
         }
         args = arguments_of(
-            inputs | of_rows,
+            inputs | owned_inputs,
             offsets=offsets_of(lengths, torch.int64, owners.device),
-            row_numbers=own.to(inputs["offsets"].dtype),
+            row_numbers=owned.to(inputs["offsets"].dtype),
             row_number_ends=inputs["offsets"][1:],
         )
         out, lse = attend_with_lse(args)
@@ -86,9 +86,9 @@ def oracle_of(inputs):
 
 
 def make_inputs(
-    device, dtype, num_targets=1, num_heads=2, others="", lengths=LENGTHS, width=16, layout="own"
+    device, dtype, num_targets=1, num_heads=2, others="", lengths=LENGTHS, width=16, layout="dense"
 ):
-    """Inputs of float dtypes, and what else a call takes. ``others`` has words for the latter."""
+    """Random inputs. ``others`` names optional ones: prior, tables, indices, drops (dropout)."""
     skip_unless_supported(Case("lse", 5, 300, 2, width, dtype=dtype), device)
     inputs = inputs_of(lengths, device, dtype, num_heads, num_targets, width)
     num_rows, generator = sum(lengths), torch.Generator().manual_seed(1)
@@ -99,9 +99,9 @@ def make_inputs(
     if layout == "shared":
         inputs["query"] = inputs["query"][:1].contiguous()
     elif layout == "jagged":
-        of_sample = torch.tensor([num_targets + 2, 1, 0, *[num_targets] * (len(lengths) - 3)])
-        inputs["query_offsets"] = offsets_of(of_sample, torch.int64, device)
-        inputs["query"] = draw(int(of_sample.sum()), num_heads, width)
+        targets = torch.tensor([num_targets + 2, 1, 0, *[num_targets] * (len(lengths) - 3)])
+        inputs["query_offsets"] = offsets_of(targets, torch.int64, device)
+        inputs["query"] = draw(int(targets.sum()), num_heads, width)
     if "prior" in others:
         inputs["prior_weights"] = draw_prior_weights(lengths, device, dtype)
     if "tables" in others:
@@ -121,7 +121,7 @@ def assert_right(inputs):
 
 
 def assert_merges(inputs, dtype=torch.int64):
-    """One of four owners has nothing."""
+    """Check :func:`attend_by_owner` with four owners, one of which has no rows."""
     inputs["offsets"] = inputs["offsets"].to(dtype)
     num_rows, device = int(inputs["offsets"][-1]), inputs["history"].device
     generator = torch.Generator().manual_seed(2)
@@ -130,22 +130,22 @@ def assert_merges(inputs, dtype=torch.int64):
     assert_matches_oracle(merge, oracle_of(inputs), inputs)
 
 
-CASES = [  # of targets and heads, from one row of queries to more than a block has
-    ("own", 1, 1, torch.float32, ""),
-    ("own", 1, 1, torch.bfloat16, "prior tables"),
-    ("own", 1, 4, torch.float32, "prior tables drops"),
-    ("own", 1, 4, torch.float16, "tables"),
-    ("own", 4, 2, torch.float32, "indices"),
-    ("own", 4, 2, torch.float16, "tables drops indices"),
-    ("own", 9, 2, torch.float32, "prior tables drops"),
-    ("own", 9, 2, torch.float16, "prior tables indices"),
-    ("own", 10, 4, torch.float32, "tables"),
-    ("own", 10, 4, torch.float16, "prior tables drops"),
-    ("own", 40, 2, torch.float16, "prior"),
+CASES = [  # from one query row (targets times heads) to more than a block has
+    ("dense", 1, 1, torch.float32, ""),
+    ("dense", 1, 1, torch.bfloat16, "prior tables"),
+    ("dense", 1, 4, torch.float32, "prior tables drops"),
+    ("dense", 1, 4, torch.float16, "tables"),
+    ("dense", 4, 2, torch.float32, "indices"),
+    ("dense", 4, 2, torch.float16, "tables drops indices"),
+    ("dense", 9, 2, torch.float32, "prior tables drops"),
+    ("dense", 9, 2, torch.float16, "prior tables indices"),
+    ("dense", 10, 4, torch.float32, "tables"),
+    ("dense", 10, 4, torch.float16, "prior tables drops"),
+    ("dense", 40, 2, torch.float16, "prior"),
     ("shared", 9, 2, torch.bfloat16, "tables"),
     ("jagged", 9, 2, torch.float32, "tables drops"),
     ("jagged", 1, 2, torch.float16, "prior indices"),
-    ("own", 3, 2, torch.float64, "prior tables drops"),
+    ("dense", 3, 2, torch.float64, "prior tables drops"),
     ("jagged", 2, 2, torch.float64, "tables drops indices"),
 ]
 
@@ -157,21 +157,21 @@ def test_right(layout, num_targets, num_heads, dtype, others, device):
 
 @pytest.mark.parametrize(("layout", "num_targets", "num_heads", "dtype", "others"), CASES, ids=str)
 def test_owners_of_rows(layout, num_targets, num_heads, dtype, others, device):
-    """As if one had them all, and with the same draws."""
+    """Merging gives the results of one owner of all rows, with the same dropout mask."""
     inputs = make_inputs(device, dtype, num_targets, num_heads, others, FEWER, layout=layout)
     assert_merges(inputs, torch.int32 if "prior" in others else torch.int64)
 
 
 @pytest.mark.parametrize("num_targets", [1, 20])
 def test_owners_of_long_samples(num_targets, device):
-    """Each cuts its rows into chunks."""
+    """Each owner splits its rows into chunks."""
     lengths = [2500, 0, 1400]
     assert_merges(make_inputs(device, torch.float32, num_targets, 2, "prior tables", lengths))
 
 
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_far_scores(num_targets, device):
-    """Exponentials of which fp32 does not hold."""
+    """Scores whose exponentials overflow or underflow in fp32."""
     for added in (-2000.0, 2000.0):
         inputs = make_inputs(device, torch.float32, num_targets, 2, "tables", FEWER)
         inputs["position_bias"] += added
@@ -191,8 +191,8 @@ def test_without_a_gradient(num_targets, device):
 
 
 @pytest.mark.parametrize("num_targets", [1, 9])
-def test_gradient_of_one_alone(num_targets, device):
-    """The other's is zero; NaN of a log-sum-exp that is -inf counts nothing."""
+def test_gradient_of_one_output(num_targets, device):
+    """Gradients of the two outputs add up; NaN gradients of log-sum-exps of -inf are ignored."""
     inputs = make_inputs(device, torch.float32, num_targets, 2, "prior", FEWER)
     inputs = {name: x.requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
     leaves = [inputs[name] for name in ("query", "history", "prior_weights")]
@@ -200,14 +200,14 @@ def test_gradient_of_one_alone(num_targets, device):
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     grad_lse = grad_lse.masked_fill(lse == -torch.inf, torch.nan)
     assert grad_lse.isnan().any()
-    of_out, of_lse, of_both = (
+    out_grads, lse_grads, both_grads = (
         torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
         for outputs, grads in (
             (out, grad_out), (lse, grad_lse), ((out, lse), (grad_out, grad_lse)),
         )
     )  # fmt: skip
-    for one, other, both in zip(of_out, of_lse, of_both, strict=True):
-        torch.testing.assert_close(one + other, both)
+    for out_grad, lse_grad, both in zip(out_grads, lse_grads, both_grads, strict=True):
+        torch.testing.assert_close(out_grad + lse_grad, both)
 
 
 ROWS_BEHIND = [1, 70, 900]  # fewer than a tile, about one, and several chunks
@@ -233,7 +233,7 @@ def assert_rows_behind_never_matter_to(inputs, num_behind):
 @pytest.mark.parametrize(
     ("case", "num_behind"), [*zip(CASES, itertools.cycle(ROWS_BEHIND), strict=False)], ids=str
 )
-def test_rows_behind_the_last_one(case, num_behind, device):
+def test_rows_behind_the_last_offset(case, num_behind, device):
     layout, num_targets, num_heads, dtype, others = case
     inputs = make_inputs(device, dtype, num_targets, num_heads, others, FEWER, layout=layout)
     assert_rows_behind_never_matter_to(inputs, num_behind)
@@ -241,8 +241,8 @@ def test_rows_behind_the_last_one(case, num_behind, device):
 
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("num_samples", [0, 4])
-@pytest.mark.parametrize("layout", ["own", "jagged"])
-def test_no_row_but_those_behind(layout, num_samples, device):
+@pytest.mark.parametrize("layout", ["dense", "jagged"])
+def test_only_rows_behind(layout, num_samples, device):
     lengths = [0] * num_samples
     for num_targets in (1, 9, 40):
         inputs = inputs_of(lengths, device, torch.float16, num_targets=num_targets)

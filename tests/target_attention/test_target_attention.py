@@ -1,4 +1,4 @@
-"""``jagged_target_attention`` against PyTorch's SDPA on each sample, on every device and path."""
+"""``jagged_target_attention`` against PyTorch's SDPA on each sample, on all devices and kernels."""
 
 import functools
 import math
@@ -85,7 +85,7 @@ TIMES = [torch.int32, torch.int64, torch.float32, torch.float64]
     ids=str,
 )
 def test_ages(layout, times, has_requests, dtype, device):
-    """From the newest row; or from the request, which rows may be newer or much older than."""
+    """Ages relative to the newest row, or to a request time, with rows newer and much older."""
     num_targets = {"one-target": 1, "many-targets": 40}.get(layout, 9)
     inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, "tables", device)
     ages = {"timestamps": timestamps.to(times)}
@@ -95,12 +95,12 @@ def test_ages(layout, times, has_requests, dtype, device):
 
 
 def draw_prior_weights(lengths, device, dtype=torch.float32):
-    """About a third of them zeros, and all of the longest sample but one."""
+    """Random weights: about a third are zero, and all of the second-longest sample."""
     generator = torch.Generator().manual_seed(3)
     weights = 3 * torch.rand(sum(lengths), generator=generator)
     weights = weights.masked_fill(torch.rand(sum(lengths), generator=generator) < 0.3, 0)
-    longest_but_one = sorted(range(len(lengths)), key=lambda b: lengths[b])[-2:-1]
-    for b in longest_but_one:
+    second_longest = sorted(range(len(lengths)), key=lambda b: lengths[b])[-2:-1]
+    for b in second_longest:
         weights.split(lengths)[b].zero_()
     return weights.to(device, dtype)
 
@@ -110,7 +110,7 @@ REQUEST_TIMES = [50_000, -5, 2**31 - 1, 2**27, 0]  # of the samples of LENGTHS
 
 
 def lay_out_queries(inputs, layout, generator):
-    """Query rows that all samples share, or jagged ones, in place of those of ``inputs``."""
+    """Replace the dense query of ``inputs`` if ``layout`` is shared or jagged."""
     if layout == "shared":
         inputs["query"] = inputs["query"][:1].contiguous()
     elif layout == "jagged":
@@ -122,10 +122,10 @@ def lay_out_queries(inputs, layout, generator):
 
 
 def inputs_of_layout(layout, num_targets, dtype, others, device):
-    """Of attention over LENGTHS, and timestamps.
+    """Inputs of attention over LENGTHS, and timestamps.
 
-    Query rows are of each sample's own, ``"shared"`` by all, or ``"jagged"``. ``others`` has words
-    for what is added to scores: ``prior`` weights, a table of ``positions``, or all ``tables``.
+    Queries are ``"shared"``, ``"jagged"``, or else dense. ``others`` names the biases: ``prior``
+    weights, a table of ``positions``, or all ``tables``.
     """
     skip_unless_supported(Case("layout", 5, 300, 2, 16, dtype=dtype), device)
     inputs = inputs_of(LENGTHS, device, dtype, num_targets=num_targets)
@@ -143,16 +143,16 @@ def inputs_of_layout(layout, num_targets, dtype, others, device):
 
 # Each layout with each dtype, and with tables and without.
 PRIOR_CASES = [
-    ("own", 1, torch.float32, "tables"),
-    ("own", 1, torch.bfloat16, "tables"),
-    ("own", 3, torch.float32, ""),
-    ("own", 3, torch.float16, "tables"),
-    ("own", 3, torch.float64, "tables"),
-    ("own", 9, torch.float16, "tables"),
-    ("own", 9, torch.bfloat16, ""),
-    ("own", 40, torch.float32, "tables"),
-    ("own", 40, torch.float16, ""),
-    ("own", 40, torch.bfloat16, "tables"),
+    ("dense", 1, torch.float32, "tables"),
+    ("dense", 1, torch.bfloat16, "tables"),
+    ("dense", 3, torch.float32, ""),
+    ("dense", 3, torch.float16, "tables"),
+    ("dense", 3, torch.float64, "tables"),
+    ("dense", 9, torch.float16, "tables"),
+    ("dense", 9, torch.bfloat16, ""),
+    ("dense", 40, torch.float32, "tables"),
+    ("dense", 40, torch.float16, ""),
+    ("dense", 40, torch.bfloat16, "tables"),
     ("shared", 9, torch.float32, ""),
     ("shared", 9, torch.bfloat16, "tables"),
     ("jagged", 9, torch.float32, "tables"),
@@ -165,8 +165,8 @@ def test_prior_weights(layout, num_targets, dtype, others, device):
     inputs, timestamps = inputs_of_layout(layout, num_targets, dtype, others, device)
     if layout == "jagged":
         inputs["query_offsets"] = inputs["query_offsets"].int()
-    of_weights = dtype if num_targets == 9 else torch.float32
-    inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, of_weights)
+    weights_dtype = dtype if num_targets == 9 else torch.float32
+    inputs["prior_weights"] = draw_prior_weights(LENGTHS, device, weights_dtype)
     assert_right(inputs, timestamps=timestamps)
 
 
@@ -185,16 +185,16 @@ def test_prior_weights_at_edges(lengths, device):
 
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_prior_weights_without_their_gradient(num_targets, device):
-    """The other gradients have the same bits."""
+    """The other gradients are bit-equal without it."""
     inputs = inputs_of([700, 0, 3], device, torch.float16, num_targets=num_targets)
     weights = draw_prior_weights([700, 0, 3], device)
     grad_out = torch.randn_like(inputs["query"])
-    asked = outputs_and_gradients(
+    expected = outputs_and_gradients(
         jagged_target_attention, inputs | {"prior_weights": weights}, grad_out
     )
     attend = functools.partial(jagged_target_attention, prior_weights=weights)
     for name, value in outputs_and_gradients(attend, inputs, grad_out).items():
-        assert torch.equal(value, asked[name]), name
+        assert torch.equal(value, expected[name]), name
 
 
 def test_prior_weights_must_be_finite(device, monkeypatch):
@@ -231,8 +231,8 @@ def test_recency_over_several_chunks(shape, shared, dtype, device):
     assert_right(inputs, timestamps=timestamps)
 
 
-# Times of two rows of a sample, and how far apart the buckets of their ages are, modulo 20: of 140
-# buckets, the last one is 19 there, those of 2^32 and 2^31 are 8 and 4.
+# Times of two rows of a sample, and the distance of the buckets of their ages, modulo 20: of 140
+# buckets, the last has 19 there, and the buckets of 2^32 and 2^31 have 8 and 4.
 FAR_TIMES = {
     torch.int32: [(-(2**31), 2**31 - 1, 8), (2**31 - 1, -(2**31), 0), (-1, 2**31 - 1, 4)],
     torch.int64: [
@@ -254,9 +254,9 @@ FAR_TIMES[torch.float64] = [*FAR_TIMES[torch.float32], (-1e308, 1e308, 19)]
 
 
 def inputs_of_far_times(times, device, dtype=torch.float32, num_targets=1, width=16):
-    """Samples whose outputs :func:`buckets_apart` reads."""
-    *rows, apart = zip(*FAR_TIMES[times], strict=True)
-    num_samples = len(apart)
+    """Samples whose outputs :func:`bucket_distances` reads."""
+    *rows, distances = zip(*FAR_TIMES[times], strict=True)
+    num_samples = len(distances)
     inputs = {
         "query": torch.zeros(num_samples, num_targets, 1, width),
         "history": torch.tensor([[1.0], [0.0]]).repeat(num_samples, width),
@@ -265,7 +265,7 @@ def inputs_of_far_times(times, device, dtype=torch.float32, num_targets=1, width
     inputs = {name: x.to(device, dtype) for name, x in inputs.items()}
     inputs["offsets"] = torch.arange(num_samples + 1, device=device) * 2
     inputs["timestamps"] = torch.tensor(rows, dtype=times, device=device).T.flatten()
-    return inputs, torch.tensor(apart)
+    return inputs, torch.tensor(distances)
 
 
 def age_bucket(age):
@@ -278,8 +278,8 @@ def age_bucket(age):
 
 
 def inputs_of_ages(device, dtype=torch.float32, num_targets=1, width=16):
-    """Samples whose outputs :func:`buckets_apart` reads, of ages around the first of each bucket,
-    around powers of two, and around the first that fp32 rounds up to one.
+    """Samples whose outputs :func:`bucket_distances` reads, with ages around the start of each
+    bucket, around powers of two, and around the first age that fp32 rounds up to one.
     """
     edges = [math.isqrt(math.isqrt(2**bucket - 1)) for bucket in range(1, 128)]
     edges += [2**octave - below for octave in range(64) for below in (1, 2**octave // 2**25)]
@@ -297,8 +297,8 @@ def inputs_of_ages(device, dtype=torch.float32, num_targets=1, width=16):
     return inputs, torch.tensor([age_bucket(age) % 20 for age in ages])
 
 
-def buckets_apart(out):
-    """Of the older and the newer row of each sample, in each row of its output."""
+def bucket_distances(out):
+    """Distance of the buckets of a sample's older and newer row, for each row of its output."""
     return (8 * torch.logit(out.double().cpu())).round().long()
 
 
@@ -307,15 +307,15 @@ def buckets_apart(out):
     ("num_targets", "dtype"), [(1, torch.float32), (9, torch.float16), (40, torch.float32)]
 )
 def test_buckets_of_ages(num_targets, dtype, times, device):
-    """At their edges; and what int64 does not hold, or is NaN, is the oldest, and what is newer
-    than the last is no age.
+    """Ages at bucket edges. Ages of NaN or beyond int64 are the oldest; rows newer than the last
+    have age zero.
     """
     if times is None:
         inputs, expected = inputs_of_ages(device, dtype, num_targets)
     else:
         inputs, expected = inputs_of_far_times(times, device, dtype, num_targets)
-    apart = buckets_apart(jagged_target_attention(**inputs))
-    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
+    distances = bucket_distances(jagged_target_attention(**inputs))
+    assert torch.equal(distances, expected.view(-1, 1, 1, 1).expand_as(distances))
 
 
 @pytest.mark.parametrize("layout", ["shared", "jagged"])
@@ -335,9 +335,9 @@ def test_shared_and_jagged_queries(name, layout, device):
     assert_right(inputs)
 
 
-def inputs_of_gradients_that_cancel(num_targets, device):
-    """Of a shared query, in half precision: two samples have some that it does not hold, but whose
-    sum is zero; the third one's are 4. And the gradient of the output.
+def cancelling_gradients_inputs(num_targets, device):
+    """Inputs with a shared query in half precision, and the gradient of the output. The query's
+    gradients from two samples overflow, but cancel; from the third sample they are 4.
     """
     history = torch.tensor([64.0, -64, 64, -64, 1, -1]).view(6, 1).repeat(1, 16)
     inputs = {
@@ -351,7 +351,7 @@ def inputs_of_gradients_that_cancel(num_targets, device):
 
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_gradient_of_a_shared_query_is_summed_in_fp32(num_targets, device):
-    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, device)
+    inputs, grad_out = cancelling_gradients_inputs(num_targets, device)
     results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert torch.all(results["query"] == 4)
 
@@ -414,8 +414,8 @@ def test_prior_weights_of_zero_hide_rows(device):
 
 @pytest.mark.parametrize("width", [48, 128, 256])
 @pytest.mark.parametrize("num_targets", [1, 40])
-def test_a_row_with_all_the_weight_gets_the_whole_gradient(num_targets, width, device):
-    """Its weight is one, however much a large score is rounded: in both directions alike."""
+def test_row_with_weight_one_gets_the_whole_gradient(num_targets, width, device):
+    """Its weight is exactly one: forward and backward round its large score equally."""
     inputs = inputs_of([40], device, num_heads=4, num_targets=num_targets, width=width)
     inputs["query"][:] = 100 * inputs["history"][7]
     grad_out = torch.randn(inputs["query"].shape, generator=torch.Generator().manual_seed(1))
@@ -426,8 +426,8 @@ def test_a_row_with_all_the_weight_gets_the_whole_gradient(num_targets, width, d
     assert_close(results["history"][7], expected, errors)
 
 
-def test_bias_shifts_nothing(device):
-    """Its exponential is beyond fp32."""
+def test_bias_whose_exponential_overflows(device):
+    """Its exponential overflows in fp32."""
     inputs = inputs_of([5, 70], device)
     inputs["position_bias"] = torch.linspace(127, 129, 40, device=device).view(20, 2)
     assert_right(inputs)
@@ -435,7 +435,7 @@ def test_bias_shifts_nothing(device):
 
 @pytest.mark.usefixtures("nan_filled_memory")
 def test_other_samples_never_matter_to_jagged_queries(device):
-    """Nor where they are cut: all but the short ones have several chunks, the first many blocks."""
+    """Long samples have several chunks, and the first has several blocks of queries, too."""
     rows, targets = [700, 5, 530, 520, 5], [40, 1, 20, 8, 3]
     inputs = inputs_of(rows, device)
     generator = torch.Generator().manual_seed(1)
@@ -453,7 +453,7 @@ def test_other_samples_never_matter_to_jagged_queries(device):
 
 @pytest.mark.parametrize("layout", ["dense", "shared", "jagged"])
 def test_many_query_rows_over_several_chunks(layout, device):
-    """64 targets of 4 heads; of the jagged ones, 120 of the long sample."""
+    """64 targets of 4 heads; if jagged, the long sample has 120 of all targets."""
     inputs = inputs_of([1100, 0, 17], device, torch.float16, num_heads=4, num_targets=64)
     if layout == "shared":
         inputs["query"] = inputs["query"][:1].contiguous()
@@ -483,14 +483,14 @@ def test_strided_inputs_and_gradients(device):
 def test_queries_and_gradients_at_any_address(num_targets, device):
     inputs = inputs_of([7, 0, 700], device, torch.float16, num_targets=num_targets)
 
-    def moved(tensor):
+    def misaligned(tensor):
         buffer = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
         return buffer.copy_(tensor)
 
     grad_out = torch.randn_like(inputs["query"])
     plain = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
-    inputs["query"] = moved(inputs["query"])
-    results = outputs_and_gradients(jagged_target_attention, inputs, moved(grad_out))
+    inputs["query"] = misaligned(inputs["query"])
+    results = outputs_and_gradients(jagged_target_attention, inputs, misaligned(grad_out))
     for name, expected in plain.items():
         assert torch.equal(results[name], expected), name
 
@@ -538,25 +538,25 @@ def test_opcheck_without_a_gradient(dtype, device):
 
 
 def arguments_of(inputs, **others):
-    """Of ``torch.ops.torchrec_jagged_attn.target_attention``: ``others`` take the place of what is
-    in ``inputs`` and here.
+    """Arguments of ``torch.ops.torchrec_jagged_attn.target_attention``; ``others`` override
+    ``inputs`` and the defaults.
     """
     options = {"scale": 0.25, "score": "softmax", "num_levels": 0, "for_backward": True}
-    given = options | inputs | others
-    biases = Biases(**{name: given.pop(name) for name in Biases._fields if name in given})
-    return TargetArguments(**dict.fromkeys(TargetArguments._fields) | given | {"biases": biases})
+    values = options | inputs | others
+    biases = Biases(**{name: values.pop(name) for name in Biases._fields if name in values})
+    return TargetArguments(**dict.fromkeys(TargetArguments._fields) | values | {"biases": biases})
 
 
 def arguments_of_op(inputs, *, jagged=False):
-    """Likewise, one by one, with all biases of three samples of eight rows and, if ``jagged``, six
-    targets.
+    """Flat arguments of the op, with all biases, for three samples of eight rows in all; if
+    ``jagged``, with six targets.
     """
     device = inputs["query"].device
     query, query_offsets = inputs["query"].requires_grad_(), None
     if jagged:
         query_offsets = torch.tensor([0, 1, 1, 6], device=device)
         query = query.detach().flatten(0, 1).requires_grad_()
-    given = {
+    values = {
         "query": query,
         "query_offsets": query_offsets,
         "prior_weights": draw_prior_weights([3, 0, 5], device).requires_grad_(),
@@ -566,7 +566,7 @@ def arguments_of_op(inputs, *, jagged=False):
         "request_time": torch.tensor([9, 0, 6], device=device) if jagged else None,
         "dropout": torch.tensor([9, 2**30], device=device),
     }
-    return flatten(arguments_of(inputs, **given))
+    return flatten(arguments_of(inputs, **values))
 
 
 @pytest.mark.parametrize("jagged", [False, True], ids=["dense", "jagged"])
@@ -592,7 +592,7 @@ def test_compiles_once_for_all_batches(device):
 
 
 def on_every_kernel(test):
-    """A test on a GPU for the kernels of one warp, of several, for Hopper, and those in Triton."""
+    """Run a test on the GPU, for the Gluon kernels (one warp, several, Hopper) and in Triton."""
     for mark in (
         pytest.mark.parametrize("num_targets", [1, 9, 40]),
         pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str),
@@ -602,11 +602,11 @@ def on_every_kernel(test):
     return test
 
 
-with_shared_queries = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+with_shared_queries = pytest.mark.parametrize("shared", [False, True], ids=["dense", "shared"])
 
 
-def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
-    """Those of :func:`on_every_kernel`, and a gradient of the output."""
+def cuda_inputs(lengths, num_targets, dtype, shared, width=16):
+    """Inputs for tests of :func:`on_every_kernel`, and a gradient of the output."""
     inputs = inputs_of(lengths, "cuda", dtype, num_targets=num_targets, width=width)
     grad_out = torch.randn_like(inputs["query"])
     if shared:
@@ -619,7 +619,7 @@ def inputs_of_kernel(lengths, num_targets, dtype, shared, width=16):
 @on_every_kernel
 def test_cuda_graph_replays_with_other_lengths(num_targets, dtype, shared, factor):
     lengths = [3 * factor, 60 * factor, 7 * factor, 30 * factor]
-    inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared)
+    inputs, grad_out = cuda_inputs(lengths, num_targets, dtype, shared)
     assert_graph_replays(
         lambda: outputs_and_gradients(jagged_target_attention, inputs, grad_out),
         lambda: inputs["offsets"].copy_(torch.tensor([0, 70, 70, 71, 80]) * factor),
@@ -630,7 +630,7 @@ def test_cuda_graph_replays_with_other_lengths(num_targets, dtype, shared, facto
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("lengths", [[30] * 4000, [700, 30]], ids=["short", "cut"])
 def test_cuda_graph_of_work_before_it(lengths, waits):
-    """Kernels that may begin early do not begin before what writes their inputs."""
+    """Kernels launched early wait for the kernels that write their inputs."""
     inputs = inputs_of(lengths, "cuda")
     grad_out = torch.randn_like(inputs["query"])
     expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
@@ -654,9 +654,9 @@ def test_cuda_graph_of_work_before_it(lengths, waits):
 @with_shared_queries
 @on_every_kernel
 def test_repeats_are_bit_equal(num_targets, dtype, shared):
-    """Whichever chunk of a sample ends last."""
+    """In any order in which the chunks of a sample finish."""
     lengths = torch.arange(100) * 29 % 4001
-    inputs, grad_out = inputs_of_kernel(lengths, num_targets, dtype, shared, width=64)
+    inputs, grad_out = cuda_inputs(lengths, num_targets, dtype, shared, width=64)
     inputs["position_bias"] = torch.randn(20, 2, device="cuda")
     first = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     for _ in range(100):
@@ -685,7 +685,7 @@ def test_more_elements_than_int32_counts():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("no_gradient", [torch.no_grad, torch.inference_mode])
-def test_inference_takes_memory_for_the_output_alone(no_gradient):
+def test_inference_allocates_only_the_output(no_gradient):
     inputs = inputs_of([2] * 4096, "cuda", torch.bfloat16, 4, num_targets=8, width=64)
     with no_gradient():
         jagged_target_attention(**inputs)  # compiles

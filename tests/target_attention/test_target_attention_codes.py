@@ -81,7 +81,7 @@ def assert_right_over_codes(inputs, num_levels=3, **options):
 
 @pytest.mark.usefixtures("nan_filled_memory")
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
-def test_rows_behind_the_last_one(num_targets, device):
+def test_rows_behind_the_last_offset(num_targets, device):
     inputs = inputs_of_codes(LENGTHS, torch.float32, num_targets=num_targets, device=device)
     assert_codes_behind_never_matter(inputs)
 

@@ -1,4 +1,4 @@
-"""``jagged_target_attention`` over rows by index, against oracles on a copy of these rows."""
+"""``jagged_target_attention`` with gather indices, against oracles on gathered rows."""
 
 import functools
 
@@ -26,12 +26,14 @@ from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 
 CPU = torch.device("cpu")
-SOME_ALONE = 2000  # rows: with LENGTHS, most indices that occur, occur once
+MANY_ROWS = 2000  # with LENGTHS, most indices that occur, occur once
 
 
-def by_index(lengths, device=CPU, dtype=torch.float32, num_rows=20, index_dtype=None, **shape):
-    """Random inputs over ``num_rows`` rows. Every third row is NaN, and its index
-    does not occur; the others occur equally often in the mean.
+def indexed_inputs(
+    lengths, device=CPU, dtype=torch.float32, num_rows=20, index_dtype=None, **shape
+):
+    """Random inputs over ``num_rows`` rows. Every third row is NaN and not indexed; the other
+    indices are drawn uniformly.
     """
     inputs = inputs_of(lengths, device, dtype, **shape)
     num_indices = inputs["history"].shape[0]
@@ -40,14 +42,14 @@ def by_index(lengths, device=CPU, dtype=torch.float32, num_rows=20, index_dtype=
     history[2::3] = torch.nan
     inputs["history"] = history.to(device, dtype)
     drawn = torch.randint(2**30, (num_indices,), generator=generator)
-    named = torch.arange(num_rows)[torch.arange(num_rows) % 3 < 2]
-    indices = named[drawn % max(len(named), 1)] if num_indices else drawn
+    valid = torch.arange(num_rows)[torch.arange(num_rows) % 3 < 2]
+    indices = valid[drawn % max(len(valid), 1)] if num_indices else drawn
     inputs["indices"] = indices.to(device, index_dtype)
     return inputs
 
 
-def of_copies(attend):
-    """``attend`` on a copy of the rows that indices name."""
+def on_gathered_rows(attend):
+    """Wrap ``attend`` to gather the indexed rows first."""
 
     def call(*, history, indices, **inputs):
         return attend(history=history.index_select(0, indices), **inputs)
@@ -55,17 +57,17 @@ def of_copies(attend):
     return call
 
 
-FUNCTIONS = jagged_target_attention, of_copies(target_attention_oracle)
+FUNCTIONS = jagged_target_attention, on_gathered_rows(target_attention_oracle)
 
 
-def of_distinct_rows(query, history, offsets, indices):
-    """Attention over each sample's distinct rows, where ``n`` equal indices are a prior weight.
+def distinct_rows_oracle(query, history, offsets, indices):
+    """Attention over each sample's distinct rows; an index repeated ``n`` times has prior weight n.
 
-    The tolerance rule takes the errors of copies for independent. Those of one row are alike.
+    The tolerance rule assumes independent errors, but copies of one row have equal errors.
     """
     shape = offsets.numel() - 1, history.shape[0]
-    cells = torch.repeat_interleave(offsets.diff()) * shape[1] + indices
-    counts = torch.bincount(cells, minlength=shape[0] * shape[1]).view(shape)
+    bins = torch.repeat_interleave(offsets.diff()) * shape[1] + indices
+    counts = torch.bincount(bins, minlength=shape[0] * shape[1]).view(shape)
     samples, rows = counts.nonzero(as_tuple=True)
     weights = counts[samples, rows].to(query.dtype)
     offsets = F.pad((counts > 0).sum(1).cumsum(0), (1, 0))
@@ -77,12 +79,12 @@ def assert_right(inputs, timestamps=None, **options):
     assert_matches_oracle(*FUNCTIONS, inputs, timestamps=timestamps, **options)
 
 
-TARGETS = {"one-target": 1, "many-targets": 40}  # of a layout; 9 of others
+TARGETS = {"one-target": 1, "many-targets": 40}  # other layouts have 9
 BIASES = ["none", "tables", "prior weights and ages"]
 
 
 def lay_out(inputs, layout, biases):
-    """``inputs`` of LENGTHS with queries of this layout, and with biases; and their timestamps."""
+    """Change the query layout of ``inputs`` of LENGTHS, and add biases; also returns timestamps."""
     device, dtype = inputs["query"].device, inputs["query"].dtype
     generator = torch.Generator().manual_seed(1)
     timestamps = None
@@ -110,15 +112,15 @@ def lay_out(inputs, layout, biases):
 def test_right(layout, biases, dtype, index_dtype, device):
     skip_unless_supported(Case("rows", 5, 300, 2, 16, dtype=dtype), device)
     num_targets = TARGETS.get(layout, 9)
-    inputs = by_index(
-        LENGTHS, device, dtype, SOME_ALONE, index_dtype=index_dtype, num_targets=num_targets
+    inputs = indexed_inputs(
+        LENGTHS, device, dtype, MANY_ROWS, index_dtype=index_dtype, num_targets=num_targets
     )
     assert_right(*lay_out(inputs, layout, biases))
 
 
 @pytest.mark.parametrize("layout", ["one-target", "many-targets", "jagged"])
 def test_ages_from_the_request(layout, device):
-    inputs = by_index(LENGTHS, device, num_rows=SOME_ALONE, num_targets=TARGETS.get(layout, 9))
+    inputs = indexed_inputs(LENGTHS, device, num_rows=MANY_ROWS, num_targets=TARGETS.get(layout, 9))
     request_time = torch.tensor(REQUEST_TIMES, device=device)
     inputs, timestamps = lay_out(inputs, layout, "tables")
     assert_right(inputs, timestamps, request_time=request_time)
@@ -131,45 +133,45 @@ def test_ages_from_the_request(layout, device):
 def test_widths(num_targets, num_heads, widths, device):
     for width in widths:
         shape = {"num_targets": num_targets, "num_heads": num_heads, "width": width}
-        assert_right(by_index([33, 0, 70], device, num_rows=300, **shape))
+        assert_right(indexed_inputs([33, 0, 70], device, num_rows=300, **shape))
 
 
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_tf32(num_targets, device):
-    assert_right(by_index([70, 0, 17], device, num_targets=num_targets, width=64))
+    assert_right(indexed_inputs([70, 0, 17], device, num_targets=num_targets, width=64))
 
 
 @pytest.mark.parametrize(
     ("num_targets", "score", "num_rows"),
-    each_pair([1, 9, 40], ["silu", "sigmoid"], [20, SOME_ALONE]),
+    each_pair([1, 9, 40], ["silu", "sigmoid"], [20, MANY_ROWS]),
 )
 def test_scores(num_targets, score, num_rows, device):
-    inputs = by_index(LENGTHS, device, num_rows=num_rows, num_targets=num_targets)
+    inputs = indexed_inputs(LENGTHS, device, num_rows=num_rows, num_targets=num_targets)
     assert_right(inputs, score=score)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 1000], ids="{} rows".format)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_number_of_rows(num_rows, dtype, device):
-    """Few rows: runs of equal indices are split into chunks."""
-    inputs = by_index([70, 0, 3, 64, 1, 70, 60], device, dtype, num_rows)
-    assert_matches_oracle(jagged_target_attention, of_distinct_rows, inputs)
+    """With few rows, runs of equal indices are split into chunks."""
+    inputs = indexed_inputs([70, 0, 3, 64, 1, 70, 60], device, dtype, num_rows)
+    assert_matches_oracle(jagged_target_attention, distinct_rows_oracle, inputs)
 
 
 @pytest.mark.gpu
-def test_a_row_of_nearly_all_indices():
-    """So many that the number of chunks is limited, and chunks are longer."""
-    inputs = by_index([200] * 1000, "cuda", num_rows=3)
+def test_row_with_nearly_all_indices():
+    """The number of chunks per row is limited, so the chunks are longer."""
+    inputs = indexed_inputs([200] * 1000, "cuda", num_rows=3)
     inputs["indices"][::1000] = 0
     inputs["indices"][1::2] = 1
-    assert_matches_oracle(jagged_target_attention, of_distinct_rows, inputs)
+    assert_matches_oracle(jagged_target_attention, distinct_rows_oracle, inputs)
 
 
 @pytest.mark.parametrize("num_rows", [0, 7])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
 def test_no_index(lengths, num_rows, device):
-    inputs = by_index(lengths, device, num_rows=num_rows)
+    inputs = indexed_inputs(lengths, device, num_rows=num_rows)
     assert_right(inputs)
     results = outputs_and_gradients(
         jagged_target_attention, inputs, torch.ones_like(inputs["query"])
@@ -180,11 +182,11 @@ def test_no_index(lengths, num_rows, device):
 @pytest.mark.parametrize("num_targets", [0, 1, 9])
 @pytest.mark.parametrize("lengths", [[1], [0, 0, 70, 1, 1, 0], [64] * 3], ids=str)
 def test_edges(lengths, num_targets, device):
-    assert_right(by_index(lengths, device, num_targets=num_targets))
+    assert_right(indexed_inputs(lengths, device, num_targets=num_targets))
 
 
-def test_rows_that_are_not_named_get_zeros(device):
-    inputs = by_index(LENGTHS, device)
+def test_gradients_of_unindexed_rows_are_zeros(device):
+    inputs = indexed_inputs(LENGTHS, device)
     results = outputs_and_gradients(
         jagged_target_attention, inputs, torch.ones_like(inputs["query"])
     )
@@ -196,22 +198,22 @@ def test_rows_that_are_not_named_get_zeros(device):
 
 @pytest.mark.parametrize(
     ("num_targets", "dtype", "num_rows"),
-    each_pair([1, 9, 40], [torch.float32, torch.float16], [20, SOME_ALONE]),
+    each_pair([1, 9, 40], [torch.float32, torch.float16], [20, MANY_ROWS]),
     ids=str,
 )
 def test_dropout(num_targets, dtype, num_rows, device):
-    """By position: two with the same index are dropped independently."""
-    inputs = by_index(LENGTHS, device, dtype, num_rows, num_targets=num_targets)
+    """Dropout is by position: weights of equal indices are dropped independently."""
+    inputs = indexed_inputs(LENGTHS, device, dtype, num_rows, num_targets=num_targets)
     assert_weights_are_dropped(FUNCTIONS, inputs, 5 * num_targets, 2, 368)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_one_target_has_the_bits_of_a_copy(dtype, device):
-    """All but the gradient of rows, which takes other sums."""
-    inputs = by_index([400, 0, 3, 64, 1], device, dtype)
+def test_one_target_is_bit_equal_to_gathered_rows(dtype, device):
+    """All results except the gradient of rows, whose order of summation differs."""
+    inputs = indexed_inputs([400, 0, 3, 64, 1], device, dtype)
     inputs["position_bias"] = torch.ones(20, 2, device=device, dtype=dtype)
     grad_out = torch.randn_like(inputs["query"])
-    expected = outputs_and_gradients(of_copies(jagged_target_attention), inputs, grad_out)
+    expected = outputs_and_gradients(on_gathered_rows(jagged_target_attention), inputs, grad_out)
     results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     for name in ("out", "query", "position_bias"):
         assert torch.equal(results[name], expected[name]), name
@@ -219,7 +221,7 @@ def test_one_target_has_the_bits_of_a_copy(dtype, device):
 
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 def test_strided_rows_and_indices(num_targets, device):
-    inputs = by_index([7, 0, 70], device, num_targets=num_targets)
+    inputs = indexed_inputs([7, 0, 70], device, num_targets=num_targets)
     buffer = torch.full((30, 37), torch.nan, device=device)
     buffer[5:25, 3:19] = inputs["history"]
     strided = inputs | {
@@ -232,14 +234,14 @@ def test_strided_rows_and_indices(num_targets, device):
 @pytest.mark.parametrize("num_targets", [1, 9, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_without_the_gradient_of_rows(num_targets, dtype, device):
-    """The others have the same bits."""
-    inputs = by_index(LENGTHS, device, dtype, SOME_ALONE, num_targets=num_targets)
+    """The other gradients are bit-equal without it."""
+    inputs = indexed_inputs(LENGTHS, device, dtype, MANY_ROWS, num_targets=num_targets)
     inputs["position_bias"] = torch.ones(20, 2, device=device, dtype=dtype)
     grad_out = torch.randn_like(inputs["query"])
-    asked = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
+    expected = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     attend = functools.partial(jagged_target_attention, history=inputs.pop("history"))
     for name, value in outputs_and_gradients(attend, inputs, grad_out).items():
-        assert torch.equal(value, asked[name]), name
+        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.usefixtures("nan_filled_memory")
@@ -249,9 +251,9 @@ def test_without_the_gradient_of_rows(num_targets, dtype, device):
     ids=str,
 )
 def test_other_samples_never_matter(num_targets, dtype, device):
-    """Nor how many rows there are, where each sample has its own, some of them many times."""
+    """Nor does the number of rows. Each sample has its own rows, some indexed many times."""
     lengths = [3, 0, 40, 17, 600 if device.type == "cuda" else 300]  # of several chunks
-    inputs = by_index(lengths, device, dtype, num_targets=num_targets)
+    inputs = indexed_inputs(lengths, device, dtype, num_targets=num_targets)
     offsets = inputs["offsets"]
     sample = torch.repeat_interleave(torch.tensor(lengths, device=device))
     inputs["indices"] = 4 * sample + torch.arange(sum(lengths), device=device) % 7 % 3
@@ -277,10 +279,11 @@ def test_other_samples_never_matter(num_targets, dtype, device):
     permuted = outputs_and_gradients(jagged_target_attention, fewer, grad_out[order])
     rows = [*range(4), *range(12, 20)]
     for name in whole:
-        of = rows if name == "history" else order
-        mine = rows if name == "history" else slice(None)
-        assert torch.equal(results[name][of], whole[name][of]), f"{name} sees a poisoned sample"
-        assert torch.equal(permuted[name][mine], whole[name][of]), f"{name} depends on the batch"
+        kept = rows if name == "history" else order
+        permuted_kept = rows if name == "history" else slice(None)
+        expected = whole[name][kept]
+        assert torch.equal(results[name][kept], expected), f"{name} sees a poisoned sample"
+        assert torch.equal(permuted[name][permuted_kept], expected), f"{name} depends on the batch"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +292,7 @@ def test_other_samples_never_matter(num_targets, dtype, device):
     ids=["dense-int32", "jagged-int64"],
 )
 def test_opcheck(jagged, index_dtype, device):
-    inputs = by_index([3, 0, 5], device, num_targets=2, index_dtype=index_dtype)
+    inputs = indexed_inputs([3, 0, 5], device, num_targets=2, index_dtype=index_dtype)
     inputs["history"] = inputs["history"].nan_to_num().requires_grad_()
     arguments = arguments_of_op(inputs, jagged=jagged)
     opcheck(torch.ops.torchrec_jagged_attn.target_attention.default, arguments)
@@ -300,7 +303,7 @@ def test_compiles_once_for_all_batches(device):
     counter = CompileCounter()
     compiled = torch.compile(jagged_target_attention, backend=counter, fullgraph=True, dynamic=True)
     for num_rows, lengths in ((9, [3, 4, 1]), (7, [9, 0, 2, 5]), (30, [2, 30, 1, 5, 8])):
-        inputs = by_index(lengths, device, num_rows=num_rows)
+        inputs = indexed_inputs(lengths, device, num_rows=num_rows)
         torch.testing.assert_close(
             compiled(**inputs), jagged_target_attention(**inputs), rtol=0, atol=0
         )
@@ -309,7 +312,7 @@ def test_compiles_once_for_all_batches(device):
 
 @on_every_kernel
 def test_cuda_graph_replays_with_other_indices(num_targets, dtype):
-    inputs = by_index([60, 1200, 140, 600], "cuda", dtype, num_targets=num_targets)
+    inputs = indexed_inputs([60, 1200, 140, 600], "cuda", dtype, num_targets=num_targets)
     inputs["history"] = inputs["history"].nan_to_num(0.5)
     grad_out = torch.randn_like(inputs["query"])
 
@@ -325,7 +328,7 @@ def test_cuda_graph_replays_with_other_indices(num_targets, dtype):
 @on_every_kernel
 def test_repeats_are_bit_equal(num_targets, dtype):
     lengths = torch.arange(100) * 29 % 4001
-    inputs = by_index(lengths, "cuda", dtype, 3000, num_targets=num_targets, width=64)
+    inputs = indexed_inputs(lengths, "cuda", dtype, 3000, num_targets=num_targets, width=64)
     grad_out = torch.randn_like(inputs["query"])
     first = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     for _ in range(50):
@@ -335,13 +338,13 @@ def test_repeats_are_bit_equal(num_targets, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1500, 100_000])
-def test_takes_no_memory_for_a_copy(num_rows):
-    """But, in backward, for a few integers per index, and partial sums.
+def test_allocates_no_gathered_rows(num_rows):
+    """Backward allocates only a few integers per index, and partial sums.
 
-    With a copy, its gradient, the copy and the gradient of the rows are in memory at a time.
+    Gathering holds the gathered rows, their gradient and the gradient of the rows at a time.
     """
-    inputs = by_index([100] * 1000, "cuda", torch.bfloat16, num_rows, width=256)
-    of_a_row, num_indices = 256 * 2, 100_000
+    inputs = indexed_inputs([100] * 1000, "cuda", torch.bfloat16, num_rows, width=256)
+    row_bytes, num_indices = 256 * 2, 100_000
 
     def peak(attend, needs_gradients):
         with torch.set_grad_enabled(needs_gradients):
@@ -357,12 +360,12 @@ def test_takes_no_memory_for_a_copy(num_rows):
                 out.backward(torch.ones_like(out))
             return torch.cuda.max_memory_allocated() - before
 
-    rows_of_a_copy = max(2 * num_indices, num_indices + num_rows)
-    for needs_gradients, saved in ((False, num_indices), (True, 0.8 * (rows_of_a_copy - num_rows))):
+    copied_rows = max(2 * num_indices, num_indices + num_rows)
+    for needs_gradients, saved in ((False, num_indices), (True, 0.8 * (copied_rows - num_rows))):
         for _ in range(2):  # the first time compiles
-            ours = peak(jagged_target_attention, needs_gradients)
-            of_a_copy = peak(of_copies(jagged_target_attention), needs_gradients)
-        assert ours + saved * of_a_row <= of_a_copy
+            peak_bytes = peak(jagged_target_attention, needs_gradients)
+            gathered_peak_bytes = peak(on_gathered_rows(jagged_target_attention), needs_gradients)
+        assert peak_bytes + saved * row_bytes <= gathered_peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -392,8 +395,8 @@ def test_errors_name_the_argument(indices, error, message):
         jagged_target_attention(*arguments, indices=indices)
 
 
-def test_biases_are_of_places(device):
-    inputs = by_index([3, 4], device, num_rows=4)
+def test_biases_are_per_position(device):
+    inputs = indexed_inputs([3, 4], device, num_rows=4)
     message = r"prior_weights must have shape \[N\] = \[7\], got \[4\]"
     with pytest.raises(ValueError, match=message):
         jagged_target_attention(**inputs, prior_weights=torch.ones(4, device=device))
@@ -401,7 +404,7 @@ def test_biases_are_of_places(device):
 
 @pytest.mark.gpu
 def test_indices_are_validated_on_cuda_when_asked(monkeypatch):
-    inputs = by_index([3, 4], "cuda", num_rows=4)
+    inputs = indexed_inputs([3, 4], "cuda", num_rows=4)
     inputs["indices"][5] = 4
     monkeypatch.setenv("TORCHREC_JAGGED_ATTN_VALIDATE", "1")
     with pytest.raises(ValueError, match="indices must be 0 to 3, of the 4 rows"):

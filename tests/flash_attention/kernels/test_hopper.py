@@ -79,7 +79,7 @@ def test_windows_and_distances_on_hopper(window, width, hopper):
     ],
     ids=str,
 )
-def test_rows_behind_the_last_one_on_hopper(options, width, is_self, num_behind, hopper):
+def test_rows_behind_the_last_offset_on_hopper(options, width, is_self, num_behind, hopper):
     device, launched = hopper
     lengths = [130, 0, 65, 1], [140, 3, 0, 5]
     inputs = inputs_of(lengths[0], lengths[0 if is_self else 1], device, torch.float16, width=width)

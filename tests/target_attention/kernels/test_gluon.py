@@ -19,12 +19,12 @@ from tests.target_attention.test_target_attention import (
     REQUEST_TIMES,
     arguments_of,
     assert_right,
-    buckets_apart,
+    bucket_distances,
+    cancelling_gradients_inputs,
     draw_prior_weights,
     inputs_of,
     inputs_of_ages,
     inputs_of_far_times,
-    inputs_of_gradients_that_cancel,
 )
 from tests.target_attention.test_target_attention_codes import (
     assert_by_index_is_as_a_copy,
@@ -32,8 +32,8 @@ from tests.target_attention.test_target_attention_codes import (
     assert_right_over_codes,
     inputs_of_codes,
 )
-from tests.target_attention.test_target_attention_rows import FUNCTIONS as OVER_ROWS
-from tests.target_attention.test_target_attention_rows import by_index
+from tests.target_attention.test_target_attention_rows import FUNCTIONS as INDEXED_FUNCTIONS
+from tests.target_attention.test_target_attention_rows import indexed_inputs
 from tests.tolerance import assert_matches_oracle, outputs_and_gradients
 from torchrec_jagged_attn import jagged_target_attention
 from torchrec_jagged_attn.ops.registration import flatten
@@ -97,7 +97,7 @@ def test_rows_of_codes(num_levels, num_codes, num_heads, row_bytes, dtype, launc
 
 
 @pytest.mark.usefixtures("nan_filled_memory")
-def test_rows_of_codes_behind_the_last_one(launched):
+def test_rows_of_codes_behind_the_last_offset(launched):
     assert_codes_behind_never_matter(inputs_of_codes(LENGTHS, torch.float32))
     assert set(launched) == {"one_warp_forward", "one_warp_backward"}
 
@@ -129,9 +129,9 @@ def test_buckets_of_ages(times, num_targets, path):
     else:
         inputs, expected = inputs_of_far_times(times, *options)
     with gluon_in_numpy(path == "warpgroup") as launched:
-        apart = buckets_apart(jagged_target_attention(**inputs))
+        distances = bucket_distances(jagged_target_attention(**inputs))
     assert launched == [f"{path}_forward"]
-    assert torch.equal(apart, expected.view(-1, 1, 1, 1).expand_as(apart))
+    assert torch.equal(distances, expected.view(-1, 1, 1, 1).expand_as(distances))
 
 
 @ONE_OR_NINE_TARGETS
@@ -263,7 +263,7 @@ def test_queries_of_all_samples(num_targets):
 
 @pytest.mark.parametrize("num_targets", [1, 9])
 def test_gradient_of_a_shared_query_is_summed_in_fp32(num_targets):
-    inputs, grad_out = inputs_of_gradients_that_cancel(num_targets, CPU)
+    inputs, grad_out = cancelling_gradients_inputs(num_targets, CPU)
     with gluon_in_numpy(num_targets == 9) as launched:
         results = outputs_and_gradients(jagged_target_attention, inputs, grad_out)
     assert torch.all(results["query"] == 4)
@@ -325,10 +325,10 @@ def test_other_samples_never_matter(num_targets):
     ids=str,
 )
 def test_rows_by_index(shape, num_rows, dtype, launched):
-    """Whose index occurs once, and several times."""
+    """Rows whose index occurs once, and several times."""
     num_targets, num_heads, width, num_positions = shape
     lengths = LENGTHS if num_rows > 12 else [70, 0, 3, 1, 33, 0]
-    inputs = by_index(
+    inputs = indexed_inputs(
         lengths, dtype=dtype, num_rows=num_rows, num_targets=num_targets, num_heads=num_heads,
         width=width,
     )  # fmt: skip
@@ -336,14 +336,14 @@ def test_rows_by_index(shape, num_rows, dtype, launched):
         generator = torch.Generator().manual_seed(1)
         table = torch.randn(num_positions, num_heads, generator=generator)
         inputs["position_bias"] = table.to(dtype)
-    assert_matches_oracle(*OVER_ROWS, inputs)
+    assert_matches_oracle(*INDEXED_FUNCTIONS, inputs)
     assert set(launched) == {"one_warp_forward", "one_warp_backward"}
 
 
 @pytest.mark.usefixtures("nan_filled_memory")
 def test_dropout_of_rows_by_index(launched):
-    inputs = by_index(LENGTHS, dtype=torch.float32, num_rows=300)
-    assert_weights_are_dropped(OVER_ROWS, inputs, len(LENGTHS), 2, sum(LENGTHS))
+    inputs = indexed_inputs(LENGTHS, dtype=torch.float32, num_rows=300)
+    assert_weights_are_dropped(INDEXED_FUNCTIONS, inputs, len(LENGTHS), 2, sum(LENGTHS))
     assert launched
 
 
