@@ -74,7 +74,7 @@ def ops_on(arch: int) -> Iterator[list[Launch]]:
 
     gpu = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
-        get_current_device=lambda: arch,  # Triton keeps what it compiles by device
+        get_current_device=lambda: arch,  # Triton caches compiled kernels by device
         get_current_stream=lambda device: 0,
     )
     with (
@@ -200,7 +200,7 @@ def table_1(dtype: torch.dtype) -> None:
 
 
 def pairs(dtype: torch.dtype) -> None:
-    """Products and softmax of pairs, whose offsets, which no kernel computes here, are given."""
+    """Products and softmax of pairs, with offsets computed here because no kernel runs."""
     interaction_gradients.pair_offsets(OFFSETS, OFFSETS)
     ends = LENGTHS.square().cumsum(0)
     offsets = (OFFSETS, OFFSETS, torch.cat([ends.new_zeros(1), ends]))
@@ -218,7 +218,7 @@ def selection(scores: Tensor, segments: Tensor | None = None, keep: int | list[i
 
 class Case(NamedTuple):
     archs: tuple[int, ...]
-    kernels: str  # a regular expression of the kernels to compile, of those that are launched
+    kernels: str  # regular expression for the launched kernels to compile
     call: Callable[[], None]
 
 

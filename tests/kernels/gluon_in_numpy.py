@@ -1,14 +1,14 @@
-"""Runs the package's Gluon kernels in numpy: Gluon has no interpreter.
+"""Runs the package's Gluon kernels in numpy, because Gluon has no interpreter.
 
-The code of a kernel runs as it stands. As many programs run at a time as the device has
-multiprocessors, each a thread, and in an order that no GPU has, and another at each launch.
-Where a kernel's warps are specialized, every partition of them is a thread, too.
+Kernels run unchanged. Each program is a thread; as many run at a time as the device has
+multiprocessors, in a random order that differs between launches. The partitions of a
+warp-specialized kernel are threads, too.
 
-What a kernel calls of Gluon is here. Layouts mean nothing; fresh shared memory is NaN; every access
-is held against the bounds of its tensor. Copies arrive as late as what waits for them allows; those
-of the tensor memory accelerator may also arrive at once, and leave as late as what waits for them
-allows, each row at the address of 64 bits that its descriptor gives. Products are those of the
-operands as they are when they are waited for. A wait that nothing can end fails the test.
+This module implements the Gluon functions that kernels call. Layouts are ignored; fresh shared
+memory is NaN; every access is checked against the bounds of its tensor. Asynchronous copies
+complete as late as waits allow. Loads of the tensor memory accelerator may also complete at once;
+its rows are at the 64-bit addresses of the descriptor. Asynchronous products read their operands
+when they are waited for. A deadlock fails the test.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from triton.runtime.jit import ConstexprFunction
 from torchrec_jagged_attn.base import devices
 from torchrec_jagged_attn.ops.launch import Launcher
 
-BFLOAT16 = object()  # of which numpy knows nothing
+BFLOAT16 = object()  # numpy has no bfloat16
 HOPPER_SHARED_MEMORY = 232_448
 PATIENCE_S = 20.0
-PRODUCT_S = 1e-3  # how long a product takes, where other threads may do what is too early
+PRODUCT_S = 1e-3  # duration of a product, in which other threads may act too early
 
 
 class Layout:
@@ -70,7 +70,7 @@ class Block:
         return self.values.dtype
 
     def to(self, dtype: type, bitcast: bool = False) -> Block:
-        if dtype is BFLOAT16:  # in the numbers that it has, as fp32
+        if dtype is BFLOAT16:  # rounded to bfloat16, stored as fp32
             return Block(torch.from_numpy(np.asarray(self.values)).bfloat16().float().numpy())
         return Block(self.values.view(dtype) if bitcast else self.values.astype(dtype))
 
@@ -145,7 +145,7 @@ class Pointer:
 
 
 class SharedMemory:
-    """A piece of shared memory, of which all that is cut remains a view."""
+    """A piece of shared memory; slices are views of it."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -164,7 +164,7 @@ class SharedMemory:
 
     def reshape(self, shape: list[int]) -> SharedMemory:
         view = self.values.view()
-        view.shape = shape  # which raises where a copy would be needed
+        view.shape = shape  # raises if it would copy
         return SharedMemory(view)
 
     def load(self, layout: object) -> Block:
@@ -202,7 +202,7 @@ class Machine:
         self.lock = threading.Condition()
         self.errors: list[BaseException] = []
         self.random = random.Random(seed)
-        self.running, self.idle = 1, 0  # threads: those there are, and those that wait in vain
+        self.running, self.idle = 1, 0  # numbers of threads, and of waiting threads
 
     def run(self, calls: list[Callable[[], object]], num_threads: int) -> None:
         """Run all ``calls``, as many at a time as there are threads."""
@@ -212,7 +212,7 @@ class Machine:
             return
         waiting = iter(calls)
         threads = [threading.Thread(target=self._work, args=(waiting,)) for _ in range(num_threads)]
-        self._count_threads(num_threads - 1)  # this one does nothing meanwhile
+        self._count_threads(num_threads - 1)  # this thread only waits for them
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -230,9 +230,9 @@ class Machine:
             self.errors.append(error)
         self._count_threads(-1)
 
-    def _count_threads(self, more: int) -> None:
+    def _count_threads(self, change: int) -> None:
         with self.lock:
-            self.running += more
+            self.running += change
             self.notify()
 
     def notify(self) -> None:
@@ -254,14 +254,14 @@ class Barrier:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.phase = machine, 0
-        self.copies: list[Callable[[], None]] = []  # that arrive when they are waited for
+        self.copies: list[Callable[[], None]] = []  # that complete when waited for
 
     def init(self, count: int) -> None:
         self.count = self.missing = count
         self.num_bytes = 0
 
     def arrive(self, num_arrivals: int, num_bytes: int) -> None:
-        """An arrival of threads, which may expect bytes; or, if that is negative, of bytes."""
+        """Count arrived threads, and expected bytes, or arrived ones if ``num_bytes`` < 0."""
         with self.machine.lock:
             self.missing -= num_arrivals
             self.num_bytes += num_bytes
@@ -306,14 +306,14 @@ class Descriptor:
 
 
 class TensorMemoryAccelerator:
-    """A program's copies of boxes: they arrive at once, or as late as barriers allow, and leave as
-    late as their trade allows.
+    """Copies of boxes of a program: loads complete at once or as late as barriers allow, stores as
+    late as waits of their thread allow.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.loads: list[list] = []  # of each barrier, those that are on their way
-        self.leaving: dict[int, list] = {}  # of each thread, which alone waits for them
+        self.loads: list[list] = []  # pending copies of each barrier
+        self.stores: dict[int, list] = {}  # pending copies of each thread
 
     def async_copy_global_to_shared(
         self,
@@ -342,11 +342,11 @@ class TensorMemoryAccelerator:
     def async_copy_shared_to_global(
         self, descriptor: Descriptor, coordinates: list, tile: SharedMemory
     ) -> None:
-        copies = self.leaving.setdefault(threading.get_ident(), [])
+        copies = self.stores.setdefault(threading.get_ident(), [])
         copies.append((descriptor, coordinates, tile))
 
     def store_wait(self, pendings: int) -> None:
-        copies = self.leaving.get(threading.get_ident(), [])
+        copies = self.stores.get(threading.get_ident(), [])
         while len(copies) > pendings:
             descriptor, coordinates, tile = copies.pop(0)
             inside, index = descriptor.locate(coordinates)
@@ -377,8 +377,8 @@ def _load(ptr: Pointer, mask: object = None, other: float = 0, cache_modifier: s
 def _where(condition: object, a: object, b: object) -> Block:
     a, b = _values(a), _values(b)
     if isinstance(a, float) and isinstance(b, float):
-        a = np.float32(a)  # as the language has it
-    dtype = np.result_type(a, b)  # which leaves Python's numbers their say only among themselves
+        a = np.float32(a)  # as in Gluon
+    dtype = np.result_type(a, b)  # Python scalars are weak
     return Block(np.where(_values(condition), np.asarray(a, dtype), np.asarray(b, dtype)))
 
 
@@ -400,18 +400,18 @@ def _multiply_async(
 
 
 def _multiply_add(a: Block, b: float, c: Block) -> Block:
-    """Rounded once; ``b`` is a number in fp32, too."""
+    """Fused multiply-add, rounded once; ``b`` is an fp32 scalar."""
     return Block((a.values.astype(np.float64) * np.float32(b) + c.values).astype(np.float32))
 
 
-def _of_blocks(function):
+def _on_blocks(function):
     return lambda *blocks: Block(function(*map(_values, blocks)))
 
 
 def _language(
     machine: Machine, program: int, num_programs: int, num_warps: int
 ) -> types.SimpleNamespace:
-    """Gluon's language, as one program sees it."""
+    """Gluon's language for one program."""
 
     def allocate(dtype: Any, shape: list[int], layout: object) -> object:
         if isinstance(layout, BarrierLayout):
@@ -446,13 +446,13 @@ def _language(
         store=lambda ptr, value, mask=None: ptr.write(value, mask),
         atomic_add=atomic_add,
         where=_where,
-        maximum=_of_blocks(np.maximum),
-        minimum=_of_blocks(np.minimum),
+        maximum=_on_blocks(np.maximum),
+        minimum=_on_blocks(np.minimum),
         bfloat16=BFLOAT16,
-        exp2=_of_blocks(np.exp2),
-        log=_of_blocks(np.log),
-        log2=_of_blocks(np.log2),
-        div_rn=_of_blocks(np.divide),
+        exp2=_on_blocks(np.exp2),
+        log=_on_blocks(np.log),
+        log2=_on_blocks(np.log2),
+        div_rn=_on_blocks(np.divide),
         fma=_multiply_add,
         cdiv=lambda a, b: (a + (b - 1)) // b,
         max=lambda block, axis: Block(block.values.max(axis)),
@@ -474,7 +474,7 @@ def _range(*bounds: object) -> Iterator[Block]:
 
 
 def _in_numpy(kernel: Any, replaced: dict) -> types.FunctionType:
-    """The function of ``kernel``, and of those that it calls, with other globals."""
+    """The Python function of ``kernel``, with globals replaced, also in functions that it calls."""
     namespace = dict(kernel.fn.__globals__)
     for name in set(kernel.fn.__code__.co_names) & namespace.keys():
         value = namespace[name]
@@ -550,8 +550,8 @@ def _launch(
         }
         with np.errstate(all="ignore"):
             _in_numpy(kernel, replaced)(*arguments, **constants)
-        left = [*copies.groups, copies.group, *accelerator.loads, *accelerator.leaving.values()]
-        assert not any(left), "copies are left on their way"
+        pending = [*copies.groups, copies.group, *accelerator.loads, *accelerator.stores.values()]
+        assert not any(pending), "copies are still pending"
 
     order = np.random.default_rng(seed).permutation(grid[0])
     num_threads = max(1, min(multiprocessors, grid[0]))
@@ -560,8 +560,8 @@ def _launch(
 
 @contextlib.contextmanager
 def ops_take_the_cpu_for(**facts: int) -> Iterator[None]:
-    """The ops take a device of these facts, see ``devices.py``, for the CPU's; plans that are
-    remembered by device are forgotten.
+    """Pretend that the CPU has these properties of a device, see ``devices.py``; clears cached
+    plans.
     """
     with mock.patch.multiple(
         devices, **{name: lambda device, fact=fact: fact for name, fact in facts.items()}
@@ -583,10 +583,10 @@ def _forget_plans() -> None:
 
 @contextlib.contextmanager
 def gluon_in_numpy(multiprocessors: int = 0) -> Iterator[list[str]]:
-    """Gluon kernels run on CPU as on a GPU with the shared memory of Hopper's; yields the modules
-    of those that did.
+    """Run Gluon kernels on CPU, with Hopper's shared memory; yields the module names of launched
+    kernels.
 
-    Those that only Hopper has run if it has ``multiprocessors``.
+    Kernels for Hopper only run if ``multiprocessors`` is not 0.
     """
     launched: list[str] = []
     launch = Launcher.__call__

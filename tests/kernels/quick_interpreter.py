@@ -1,8 +1,8 @@
-"""Triton's interpreter, quicker, and with products that no CPU rounds in its own way.
+"""A faster Triton interpreter, whose matrix products round equally on every CPU.
 
-Nearly all of its time goes into types, not into numbers: for each operation it promotes the types
-of both operands and describes the shape of what comes out. What it decides stays as it is; here it
-decides once for operands that are alike.
+The interpreter spends nearly all its time on types, not on numbers: for each operation it promotes
+the types of both operands and infers the shape of the result. Here these results are the same, but
+computed once for operands of equal signature.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def install() -> None:
-    """Change Triton's interpreter, for as long as this process runs."""
-    # Its own are BLAS's, which round by the CPU's model and by which operand comes first; a GPU's
-    # are the same either way.
+    """Patch Triton's interpreter for the rest of this process."""
+    # Triton calls BLAS, which rounds by CPU model and by the order of the operands; on a GPU, the
+    # order does not matter.
     InterpreterBuilder.create_dot = _product_rounded_once
     InterpreterBuilder.create_fma = _multiply_add
-    # It computes every sum of integers again, in int64, for an assertion that it then leaves out.
+    # Triton repeats every sum of integers in int64, for an assertion that it does not evaluate.
     interpreter.interpreter_builder.options = replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
-    # It looks through all of Triton's language at every call of a function, and makes the table of
-    # NumPy's dtypes for every block.
+    # Triton patches its whole language at every call of a function, and builds the table of NumPy
+    # dtypes for every block.
     interpreter._patch_lang = functools.partial(_patch_once, interpreter._patch_lang, set())
     interpreter._patch_attr = _patch_attribute
-    dtype_of_scalar = functools.cache(interpreter._get_np_dtype)
-    interpreter._get_np_dtype = functools.partial(_numpy_dtype, dtype_of_scalar)
+    scalar_dtype = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = functools.partial(_numpy_dtype, scalar_dtype)
 
-    core.dtype.scalar = _once(lambda dtype: dtype)
-    core.pointer_type.scalar = _once(lambda dtype: dtype)
-    core.block_type.scalar = _once(lambda dtype: dtype.element_ty)
+    core.dtype.scalar = _cached_scalar(lambda dtype: dtype)
+    core.pointer_type.scalar = _cached_scalar(lambda dtype: dtype)
+    core.block_type.scalar = _cached_scalar(lambda dtype: dtype.element_ty)
     core.block_type.__new__ = _block_type
     core.block_type.__init__ = lambda self, element_ty, shape: None
     core.dtype.__eq__ = _equal_or(core.dtype.__eq__)
@@ -55,11 +55,11 @@ def install() -> None:
     InterpreterBuilder.create_expand_dims = _expand_dims
     InterpreterBuilder.create_load = _load
     for name in ("grid_idx", "grid_dim"):
-        setattr(InterpreterBuilder, name, _of_thread(name, threading.local()))
+        setattr(InterpreterBuilder, name, _thread_local(name, threading.local()))
 
 
-def _of_thread(name: str, values: threading.local) -> property:
-    """An attribute that has a value in each thread: it is of a program, which is of one."""
+def _thread_local(name: str, values: threading.local) -> property:
+    """A property with a value per thread; each thread runs one program."""
 
     def get(_builder: Any) -> Any:
         return getattr(values, name, None)
@@ -73,19 +73,19 @@ def _product_rounded_once(_builder: Any, a: Any, b: Any, acc: Any, *_options: An
 
 
 def _multiply_add(_builder: Any, a: Any, b: Any, c: Any) -> TensorHandle:
-    """Rounded once, as a GPU does."""
+    """Fused multiply-add, rounded once, like on a GPU."""
     exact = a.data.astype(np.float64) * b.data + c.data
     return TensorHandle(exact.astype(a.data.dtype), a.dtype.scalar)
 
 
 def _numbers(operand: Any) -> np.ndarray:
-    if operand.dtype.scalar == core.bfloat16:  # the interpreter has the upper half of an fp32
+    if operand.dtype.scalar == core.bfloat16:  # stored as the upper half of an fp32
         return (operand.data.astype(np.uint32) << 16).view(np.float32)
     return operand.data
 
 
 def _patch_once(patch: Any, patched: set[int], function: Any) -> Any:
-    if id(function.__globals__) not in patched:  # of a module
+    if id(function.__globals__) not in patched:  # globals of a module
         patched.add(id(function.__globals__))
         patch(function)
     return NOTHING_TO_RESTORE
@@ -99,41 +99,41 @@ TENSOR = core.tensor
 
 def _patch_attribute(obj: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
     function = getattr(member, "__wrapped__", member)  # which takes _semantic
-    scope.set_attr(obj, name, _decide_once(name, function))
+    scope.set_attr(obj, name, _record_once(name, function))
 
 
-def _once(function: Callable) -> functools.cached_property:
-    """The property ``scalar``, of which nothing is called a second time."""
-    found = functools.cached_property(function)
-    found.__set_name__(None, "scalar")
-    return found
+def _cached_scalar(function: Callable) -> functools.cached_property:
+    """Return ``function`` as the cached property ``scalar``."""
+    prop = functools.cached_property(function)
+    prop.__set_name__(None, "scalar")
+    return prop
 
 
-def _numpy_dtype(of_scalar: Any, dtype: Any) -> np.dtype:
+def _numpy_dtype(scalar_dtype: Callable, dtype: Any) -> np.dtype:
     scalar = dtype.scalar
-    return np.dtype(np.uint64) if scalar.is_ptr() else of_scalar(scalar)
+    return np.dtype(np.uint64) if scalar.is_ptr() else scalar_dtype(scalar)
 
 
 def _block_type(cls: Any, element_ty: Any, shape: Any) -> Any:
-    """The one type of blocks of this element and shape."""
+    """Return the block type of this element and shape, from a cache."""
     sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
     key = element_ty.name, getattr(element_ty, "address_space", None), sizes
-    found = BLOCK_TYPES.get(key)
-    if found is None:
-        found = object.__new__(cls)
-        INIT_BLOCK_TYPE(found, element_ty, list(sizes))
-        found.sizes = sizes
-        found.shape_and_numel_of_tensor = (
+    block_type = BLOCK_TYPES.get(key)
+    if block_type is None:
+        block_type = object.__new__(cls)
+        INIT_BLOCK_TYPE(block_type, element_ty, list(sizes))
+        block_type.sizes = sizes
+        block_type.tensor_shape_and_numel = (
             core.tuple([core.constexpr(size) for size in sizes]),
-            core.constexpr(found.numel),
+            core.constexpr(block_type.numel),
         )
-        BLOCK_TYPES[key] = found
-    return found
+        BLOCK_TYPES[key] = block_type
+    return block_type
 
 
 BLOCK_TYPES: dict[tuple, Any] = {}
 INIT_BLOCK_TYPE = core.block_type.__init__
-SHAPE_AND_NUMEL_OF_SCALAR = core.tuple([]), core.constexpr(1)
+SCALAR_SHAPE_AND_NUMEL = core.tuple([]), core.constexpr(1)
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
@@ -142,8 +142,8 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 def _shape_and_numel(tensor: Any) -> tuple[Any, Any]:
     if tensor.type.is_block():
-        return tensor.type.shape_and_numel_of_tensor
-    return SHAPE_AND_NUMEL_OF_SCALAR
+        return tensor.type.tensor_shape_and_numel
+    return SCALAR_SHAPE_AND_NUMEL
 
 
 def _init_handle(self: Any, data: np.ndarray, dtype: Any) -> None:
@@ -152,7 +152,7 @@ def _init_handle(self: Any, data: np.ndarray, dtype: Any) -> None:
 
 
 def _is_wider(data: np.ndarray, dtype: Any) -> bool:
-    """Whether these numbers have more bits than ``dtype``; it is no pointer's."""
+    """Whether the elements of ``data`` have more bits than ``dtype``, if that is no pointer."""
     return (
         data.itemsize > 1
         and type(dtype) is core.dtype
@@ -186,11 +186,11 @@ def _splat(_builder: Any, type: Any, scalar: TensorHandle) -> TensorHandle:
 
 
 def _load(builder: InterpreterBuilder, ptr: TensorHandle, *options: Any) -> TensorHandle:
-    return builder.create_masked_load(ptr, _all_of(ptr.data.shape), None, *options)
+    return builder.create_masked_load(ptr, _full_mask(ptr.data.shape), None, *options)
 
 
 @functools.cache
-def _all_of(shape: tuple[int, ...]) -> TensorHandle:
+def _full_mask(shape: tuple[int, ...]) -> TensorHandle:
     return TensorHandle(np.ones(shape, bool), core.int1)
 
 
@@ -198,50 +198,51 @@ def _expand_dims(_builder: Any, arg: TensorHandle, axis: int) -> TensorHandle:
     return TensorHandle(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
 
 
-class NotAlikeError(Exception):
-    """What a call does may depend on more than is known of its arguments."""
+class NoSignatureError(Exception):
+    """A call may depend on more than the signature of its arguments."""
 
 
 CONSTANTS = {int, float, bool, str, type(None)}
 
 
-def _likeness(x: Any, operands: list[Any], of_operator: bool = False) -> Hashable:
-    """All that a call may decide by of an argument; what it only computes with joins ``operands``.
+def _signature(x: Any, operands: list[Any], is_operator: bool = False) -> Hashable:
+    """Signature of an argument: all that a call's decisions may depend on. Values that the call
+    only computes with are appended to ``operands``.
 
-    These are tensors, and the integers ``of_operator``, which count loops: of one sign and one
-    number of bits, they are alike.
+    These are tensors and, if ``is_operator``, integers, which count loops: their signature is the
+    sign and the number of bits.
     """
     kind = type(x)
     if kind is TENSOR:
         operands.append(x.handle)
         return x.type.name
-    if kind is int and of_operator:
+    if kind is int and is_operator:
         operands.append(x)
         return x < 0, (~x if x < 0 else x).bit_length()
     if kind in CONSTANTS:
-        return (kind, x) if x != 0 else (kind, str(x))  # 0.0 is another one than -0.0
+        return (kind, x) if x != 0 else (kind, str(x))  # 0.0 is not -0.0
     if kind is core.constexpr:
-        return kind, _likeness(x.value, operands)
+        return kind, _signature(x.value, operands)
     if kind is list or kind is tuple:
-        return kind, *[_likeness(y, operands) for y in x]
+        return kind, *[_signature(y, operands) for y in x]
     if kind is slice and x.start is x.stop is x.step is None:
         return kind
     if kind is slice:
-        return kind, *[_likeness(y, operands) for y in (x.start, x.stop, x.step)]
+        return kind, *[_signature(y, operands) for y in (x.start, x.stop, x.step)]
     if isinstance(x, core.dtype):
         return kind, x.name
-    raise NotAlikeError
+    raise NoSignatureError
 
 
-def _decide_once(name: str, function: Callable) -> Callable:
-    """A function of Triton's language, which decides what to do once for calls that are alike."""
+def _record_once(name: str, function: Callable) -> Callable:
+    """Wrap a function of Triton's language: record it once per signature, and then repeat it."""
     known: dict[tuple, Callable | None] = {}
-    of_operator = name.startswith("__")
+    is_operator = name.startswith("__")
 
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
-        if SEMANTIC.builder is not BUILDER:  # a call within one that is recorded
+        if SEMANTIC.builder is not BUILDER:  # called by a function that is being recorded
             return function(*args, _semantic=SEMANTIC, **kwargs)
-        if len(args) == 2 and not kwargs:  # as most are
+        if len(args) == 2 and not kwargs:  # most calls
             a, b = args
             if type(a) is type(b) is TENSOR:
                 repeat = known.get((a.type.name, b.type.name))
@@ -255,15 +256,15 @@ def _decide_once(name: str, function: Callable) -> Callable:
                     key.append(x.type.name)
                     operands.append(x.handle)
                 else:
-                    key.append(_likeness(x, operands, of_operator))
+                    key.append(_signature(x, operands, is_operator))
             for name, x in kwargs.items():
-                key.append((name, _likeness(x, operands)))
+                key.append((name, _signature(x, operands)))
             repeat = known[tuple(key)]
-        except NotAlikeError:
+        except NoSignatureError:
             repeat = None
         except KeyError:
             recording = Recording()
-            result = recording.run(function, args, kwargs, of_operator)
+            result = recording.run(function, args, kwargs, is_operator)
             known[tuple(key)] = recording.finish(result)
             return result
         if repeat is None:
@@ -274,24 +275,24 @@ def _decide_once(name: str, function: Callable) -> Callable:
 
 
 class Operand(int):
-    """A number that the recorded call may do nothing with but give it to the builder."""
+    """An integer that the recorded call may only pass on to the builder."""
 
 
 class Recording:
-    """What a call has the interpreter's builder do.
+    """Records the calls that a function makes to the interpreter's builder.
 
-    While it is recorded, this stands in for the builder. Values are in registers: first the call's
-    operands, then results in their order.
+    It replaces the builder meanwhile. Values are numbered as registers: first the operands of the
+    function, then the results in order.
     """
 
     def __init__(self) -> None:
         self.registers: list[Any] = []
-        self.register_of: dict[int, int] = {}  # by the identity of a handle, or of an Operand
+        self.register_ids: dict[int, int] = {}  # by id() of a handle or an Operand
         self.steps: list[tuple[str, Callable, list[int], int]] = []
-        self.is_alike = True
+        self.is_repeatable = True
 
-    def run(self, function: Callable, args: tuple, kwargs: dict, of_operator: bool) -> Any:
-        args = [self._operand(x, of_operator) for x in args]
+    def run(self, function: Callable, args: tuple, kwargs: dict, is_operator: bool) -> Any:
+        args = [self._operand(x, is_operator) for x in args]
         kwargs = {name: self._operand(x) for name, x in kwargs.items()}
         self.num_operands = len(self.registers)
         SEMANTIC.builder = self
@@ -300,14 +301,14 @@ class Recording:
         finally:
             SEMANTIC.builder = BUILDER
 
-    def _operand(self, x: Any, of_operator: bool = False) -> Any:
-        """``x``, in which each handle is one of its own: two operands may be the same tensor."""
+    def _operand(self, x: Any, is_operator: bool = False) -> Any:
+        """Copy ``x`` with a new handle each: two operands may be the same tensor."""
         kind = type(x)
         if kind is core.tensor:
             handle = TensorHandle(x.handle.data, x.handle.dtype)
             self._new_register(handle)
             return core.tensor(handle, x.type)
-        if kind is int and of_operator:
+        if kind is int and is_operator:
             number = Operand(x)
             self._new_register(number)
             return number
@@ -318,19 +319,19 @@ class Recording:
     def _new_register(self, value: Any) -> int:
         self.registers.append(value)
         if isinstance(value, (TensorHandle, Operand)):
-            self.register_of[id(value)] = len(self.registers) - 1
+            self.register_ids[id(value)] = len(self.registers) - 1
         return len(self.registers) - 1
 
     def _register(self, value: Any) -> int:
-        if id(value) in self.register_of:
-            return self.register_of[id(value)]
-        self.is_alike &= not isinstance(value, TensorHandle)  # from where?
+        if id(value) in self.register_ids:
+            return self.register_ids[id(value)]
+        self.is_repeatable &= not isinstance(value, TensorHandle)  # of unknown origin
         if isinstance(value, (list, tuple)):
-            self.is_alike &= not any(isinstance(x, TensorHandle) for x in value)
+            self.is_repeatable &= not any(isinstance(x, TensorHandle) for x in value)
         return self._new_register(value)
 
     def _is_constant(self, value: Any) -> bool:
-        at = self.register_of.get(id(value), -1)
+        at = self.register_ids.get(id(value), -1)
         return at >= self.num_operands and all(at != out for *_, out in self.steps)
 
     def __getattr__(self, name: str) -> Any:
@@ -353,19 +354,21 @@ class Recording:
         return result
 
     def finish(self, result: Any) -> Callable[[list[Any]], Any] | None:
-        """What does the same with other operands."""
+        """Return a function that repeats the recording with other operands, if that is possible."""
         is_several = type(result) is tuple
         results = result if is_several else (result,)
         types = []
         for x in results:
-            self.is_alike &= type(x) in CONSTANTS or isinstance(x, (core.tensor, core.constexpr))
+            self.is_repeatable &= type(x) in CONSTANTS or isinstance(
+                x, (core.tensor, core.constexpr)
+            )
             types.append(x.type if isinstance(x, core.tensor) else None)
         outs = [self._register(getattr(x, "handle", x)) for x in results]
-        self._leave_broadcasts_to_numpy(outs)
+        self._remove_broadcasts(outs)
         read = {i for *_, at, _ in self.steps for i in at}
         for i, x in enumerate(self.registers[: self.num_operands]):
-            self.is_alike &= type(x) is not Operand or x in (0, -1) or i in read
-        if not self.is_alike:
+            self.is_repeatable &= type(x) is not Operand or x in (0, -1) or i in read
+        if not self.is_repeatable:
             return None
         return self._compiled(outs, types, is_several)
 
@@ -381,7 +384,7 @@ class Recording:
         body.lines.append(f"return {', '.join(results)}{',' * is_several}")
         return body.function()
 
-    def _leave_broadcasts_to_numpy(self, outs: list[int]) -> None:
+    def _remove_broadcasts(self, outs: list[int]) -> None:
         sources = {
             out: at[BROADCASTS[name]] for name, _, at, out in self.steps if name in BROADCASTS
         }
@@ -396,10 +399,10 @@ class Recording:
 
 
 class Body:
-    """The code of a function that repeats recorded steps.
+    """Code of a function that repeats recorded steps.
 
-    What NumPy does in one call is called as such: of these steps, only what other steps or the
-    caller need has a handle. The handle of register 3 is ``r3``, its numbers are ``d3``.
+    Steps that are a single NumPy call become that call; their results get a handle only if other
+    steps or the caller need it. The handle of register 3 is ``r3``, its array is ``d3``.
     """
 
     def __init__(self, registers: list[Any], num_operands: int, steps: list[tuple]) -> None:
@@ -448,25 +451,25 @@ class Body:
             self.known.add(f"d{out}")
 
     def _by_numpy(self, name: str, at: list[int], out: int) -> str | None:
-        given, result = [self.registers[i] for i in at], self.registers[out]
+        args, result = [self.registers[i] for i in at], self.registers[out]
         if name in NUMPY_FUNCTIONS:
             function, count = NUMPY_FUNCTIONS[name]
             with np.errstate(all="ignore"):
-                dtype = function(*(x.data for x in given[:count])).dtype
+                dtype = function(*(x.data for x in args[:count])).dtype
             call = f"{self.constant(function)}({', '.join(map(self.data, at[:count]))})"
             same = dtype == result.data.dtype
             return call if same else f"{call}.astype({self.constant(result.data.dtype)})"
-        if name in INTEGERS and type(given[0]) is Operand:
+        if name in INTEGERS and type(args[0]) is Operand:
             make, dtype = self.constant(np.array), self.constant(result.data.dtype)
             return f"{make}((r{at[0]},), {dtype})"
-        if name in CASTS and core.bfloat16 not in (given[0].dtype.scalar, result.dtype):
+        if name in CASTS and core.bfloat16 not in (args[0].dtype.scalar, result.dtype):
             return f"{self.data(at[0])}.astype({self.constant(result.data.dtype)})"
         if name == "create_addptr":
-            width = max(1, given[0].get_element_ty().primitive_bitwidth // 8)
+            width = max(1, args[0].get_element_ty().primitive_bitwidth // 8)
             offset = f"{self.data(at[1])}.astype({self.constant(np.dtype(np.uint64))})"
             return f"{self.data(at[0])} + {width} * {offset}"
         if name == "create_expand_dims":
-            return f"{self.data(at[0])}[{':, ' * given[1]}None]"
+            return f"{self.data(at[0])}[{':, ' * args[1]}None]"
         if name == "create_reshape":
             return f"{self.data(at[0])}.reshape({self.constant(result.data.shape)})"
         if name in BROADCASTS:
@@ -475,7 +478,7 @@ class Body:
             self.lines.append(f"d{out} = {self.constant(np.empty)}({shape}, {dtype})")
             self.lines.append(f"d{out}[...] = {self.data(source)}")
             return f"d{out}"
-        if name == "create_masked_load" and given[2] is not None:
+        if name == "create_masked_load" and args[2] is not None:
             load, dtype = map(self.constant, (interpreter._interpreter.load, result.data.dtype))
             return f"{load}({', '.join(map(self.data, at[:3]))}, {dtype})"
         return None
@@ -486,8 +489,8 @@ class Body:
         return self.names["repeat"]
 
 
-def _names_of(method: Any) -> tuple[str, ...]:
-    """Of the attributes that it uses."""
+def _attribute_names(method: Any) -> tuple[str, ...]:
+    """Names of the attributes that ``method`` uses."""
     return getattr(getattr(method, "__code__", None), "co_names", ())
 
 
@@ -495,12 +498,12 @@ BROADCASTS = {"create_broadcast": 0, "create_splat": 1}  # which argument is bro
 ELEMENTWISE = {
     name
     for name, method in vars(InterpreterBuilder).items()
-    if name == "create_addptr" or {"binary_op", "ternary_op"} & {*_names_of(method)}
+    if name == "create_addptr" or {"binary_op", "ternary_op"} & {*_attribute_names(method)}
 } - {"create_ashr"}  # which writes into its operands
 
 
 def _numpy_function(method: Callable) -> tuple[Callable, int]:
-    """The function that an operation leaves its numbers to, and of how many operands."""
+    """The NumPy function of an operation, and its number of operands."""
     probe = SimpleNamespace(
         unary_op=lambda *operands: (operands[-1], 1),
         binary_op=lambda *operands: (operands[-1], 2),
@@ -512,10 +515,12 @@ def _numpy_function(method: Callable) -> tuple[Callable, int]:
 NUMPY_FUNCTIONS = {
     name: _numpy_function(method)
     for name, method in vars(InterpreterBuilder).items()
-    if {"unary_op", "binary_op", "ternary_op"} & {*_names_of(method)}
+    if {"unary_op", "binary_op", "ternary_op"} & {*_attribute_names(method)}
     and method.__name__ == "<lambda>"
 }
 CASTS = {
-    name for name, method in vars(InterpreterBuilder).items() if "cast_impl" in _names_of(method)
+    name
+    for name, method in vars(InterpreterBuilder).items()
+    if "cast_impl" in _attribute_names(method)
 }
 INTEGERS = {f"get_{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
