@@ -76,7 +76,7 @@ def started_script(
 
 
 def run_script(script: Path, *options: str, env: dict[str, str]) -> subprocess.CompletedProcess:
-    """As ``subprocess.run`` with this Python."""
+    """Run ``script`` with this Python, like ``subprocess.run``."""
     with started_script(script, *options, env=env) as (process, *printed):
         process.join(timeout=120)
         texts = [path.read_text() for path in printed]
@@ -150,7 +150,7 @@ def run_code(
     imported: str = "torch",
     **environment: str,
 ) -> subprocess.CompletedProcess:
-    """As ``python -c`` in a new process, which has imported PyTorch or ``imported``."""
+    """Run code like ``python -c`` in a new process that imported PyTorch or ``imported``."""
     forking = _forking(imported)
     with tempfile.TemporaryDirectory() as folder:
         printed = [str(Path(folder, name)) for name in ("stdout", "stderr")]
@@ -176,7 +176,7 @@ def run_package(
     imported: str = "torch",
     **environment: str,
 ) -> subprocess.CompletedProcess:
-    """As ``python -m torchrec_jagged_attn``, where the packages ``absent`` are not installed."""
+    """Run ``python -m torchrec_jagged_attn`` as if packages ``absent`` were not installed."""
     lines = (
         "import runpy, sys",
         f"sys.modules.update(dict.fromkeys({absent}))",

@@ -1,5 +1,5 @@
-"""That results of a sample depend on it alone: neither another sample nor a row behind the last one
-changes a bit of them.
+"""Assertions that results of a sample depend on it alone: other samples and rows behind the last
+offset change no bit of them.
 """
 
 from __future__ import annotations

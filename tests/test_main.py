@@ -92,7 +92,7 @@ def test_build_prints_compiler_errors(tmp_path):
         ("ModuleNotFoundError('fbgemm_gpu')", "torchrec_jagged_attn[torchrec]"),
     ],
 )
-def test_says_what_to_install_where_fbgemm_does_not_load(raised, expected, tmp_path):
+def test_names_packages_to_install_if_fbgemm_does_not_load(raised, expected, tmp_path):
     (tmp_path / "fbgemm_gpu.py").write_text(f"raise {raised}")
     lines = (
         f"sys.path.insert(0, {str(tmp_path)!r})",
@@ -120,7 +120,7 @@ A10, A100, H100 = 99 * 1024, 163 * 1024, 227 * 1024  # bytes of shared memory
         (H100, 132, ["one_warp", "warpgroup"]),
     ],
 )
-def test_says_which_kernels_a_gpu_takes(room, multiprocessors, expected, monkeypatch):
+def test_lists_kernels_of_a_gpu(room, multiprocessors, expected, monkeypatch):
     monkeypatch.setattr(__main__, "devices", lambda: [(torch.device("cuda"), "a GPU")])
     monkeypatch.setattr(__main__, "implementation", lambda device: ("triton", "CUDA device"))
     monkeypatch.setattr(devices, "gluon_shared_memory", lambda device: room)

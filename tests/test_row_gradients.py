@@ -33,7 +33,7 @@ def use(parts: tuple[Tensor, ...], multiply) -> Tensor:
     return total + multiply(twice, 5.0).sum() + twice.sum()
 
 
-def test_gradients_are_those_of_split():
+def test_gradients_equal_split():
     rows = torch.randn(6, 4, requires_grad=True)
     for _ in range(2):  # also of a second backward of one graph
         expected = torch.autograd.grad(use(rows.split(COUNTS), torch.mul), rows)

@@ -41,7 +41,7 @@ def seeded(function, **options):
 
 
 def flash_inputs(lengths, width, dtype, device):
-    """Of self-attention, with two query heads to each key head."""
+    """Inputs of self-attention, with two query heads per key head."""
     generator = torch.Generator().manual_seed(0)
     inputs = {
         name: torch.randn(sum(lengths), heads, width, generator=generator).to(device, dtype)
@@ -96,7 +96,7 @@ def is_dropped(dropout, num_query_rows, num_rows):
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_dropout_probability(p):
-    """Of each query row and of each row, alike; and no two of these have draws in common."""
+    """Equal for each query row and each row, and the draws of two rows are uncorrelated."""
     torch.manual_seed(0)
     draws = is_dropped(
         draw_dropout(dropout_threshold(p, "dropout"), torch.device("cpu")), 400, 300
@@ -115,7 +115,7 @@ def test_dropout_probability(p):
 
 
 def factors_of(device, num_query_rows, num_heads, num_rows, p=P):
-    """``[rows, H, N]``: what ``seeded`` calls multiply weights with."""
+    """Factors ``[rows, H, N]`` by which ``seeded`` calls multiply the weights."""
     torch.manual_seed(5)
     dropout = draw_dropout(dropout_threshold(p, "dropout"), device).cpu()
     r, n = torch.arange(num_query_rows * num_heads), torch.arange(num_rows)
@@ -270,7 +270,7 @@ def test_module(keys_and_values, value_projection, device):
 
 
 def test_module_of_self_attention(device):
-    """As ``torch.nn.MultiheadAttention``: the bias of values is dropped with the weights."""
+    """Like ``torch.nn.MultiheadAttention``, dropout of weights also drops the bias of values."""
     module = JaggedSelfAttention(16, 2, recency_bias=False, dropout=P, device="meta")
     inputs = make_self_inputs(module, device)
     factors = factors_of(device, 91, 2, 91).double()

@@ -78,11 +78,11 @@ def test_each_provider_is_timed_or_refused(tmp_path, capsys):
 
 def test_models_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
     """Each model is created once for all mean lengths."""
-    made, timed = [], []
+    created, timed = [], []
     init, time_round = Training.__init__, Training.time_round
 
     def make(training, name, sizes, *args, **kwargs):
-        made.append(name)
+        created.append(name)
         init(training, name, sizes, *args, **kwargs)
 
     def time(training):
@@ -96,8 +96,8 @@ def test_models_go_through_the_same_batches_in_turns(tmp_path, monkeypatch):
     with process_group() as device:
         measurement = end_to_end.Measurement(device, tmp_path / "steps.csv")
         measurement.run({sizes: ["sum", "ours"] for sizes in (QUICK, longer)}, rounds=2)
-    assert made == ["sum", "ours"]
-    turns = [(mean, name) for mean in (5, 9) for _ in range(2) for name in made]
+    assert created == ["sum", "ours"]
+    turns = [(mean, name) for mean in (5, 9) for _ in range(2) for name in created]
     assert [(mean, name) for mean, name, _ in timed] == turns
     for mean in (5, 9):
         first, *others = [ids for timed_mean, _, ids in timed if timed_mean == mean]

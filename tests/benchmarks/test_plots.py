@@ -129,11 +129,11 @@ def test_steps_with_and_without_a_cuda_graph(results):
         assert (ours.get_ydata()[at], graph.get_ydata()[at]) == (7, 6.5)
 
 
-def test_curves_and_how_far_they_are_apart(results):
-    auc, apart, *_ = plots.drawn(find_plot(plots.end_to_end_quality)).axes
+def test_curves_and_their_differences(results):
+    auc, spread, *_ = plots.drawn(find_plot(plots.end_to_end_quality)).axes
     assert auc.lines[0].get_xdata().tolist() == [0.5, 1]
     assert auc.lines[0].get_ydata().tolist() == [0.4, 0.8]
-    assert apart.lines[2].get_ydata() == pytest.approx([2e-4, 2e-4])
+    assert spread.lines[2].get_ydata() == pytest.approx([2e-4, 2e-4])
 
 
 def test_difference_of_auc_has_its_standard_error(results):
@@ -144,7 +144,7 @@ def test_difference_of_auc_has_its_standard_error(results):
     assert len(points.get_xdata()) == len(specs.POOLINGS)
 
 
-def test_documents_link_plots_whose_figures_exist(results, tmp_path, monkeypatch, capsys):
+def test_documents_link_existing_plots(results, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plots, "PLOTS", [find_plot(plots.end_to_end)])
     page, folder = tmp_path / "docs" / "page.md", tmp_path / "plots"
     page.parent.mkdir()

@@ -141,7 +141,7 @@ class FakeTraining:
         return {**dataclasses.asdict(run), "tune_auc": 1 - misses / 10, "auc": auc, "seconds": 1.0}
 
 
-def test_what_is_tuned_in_which_order(monkeypatch):
+def test_order_of_tuning(monkeypatch):
     fake = FakeTraining()
     monkeypatch.setattr(quality, "train", fake)
     poolings = ["mean", "recency", "attention"]
@@ -165,7 +165,7 @@ def test_what_is_tuned_in_which_order(monkeypatch):
     np.testing.assert_allclose(frame["ahead_se"], 0, atol=1e-12)
 
 
-def test_what_is_finished_is_not_run_again(tmp_path, monkeypatch, capsys):
+def test_finished_runs_are_not_repeated(tmp_path, monkeypatch, capsys):
     fake = FakeTraining()
     monkeypatch.setattr(quality, "train", fake)
     csv = tmp_path / "quality.csv"

@@ -212,7 +212,7 @@ def test_figures_record_tf32(tf32, tmp_path):
         ),
     ],
 )
-def test_an_unknown_name_lists_the_known_ones(argv, message):
+def test_error_of_an_unknown_name_lists_known_names(argv, message):
     with pytest.raises(SystemExit, match=message):
         run.main(["--device", "cpu", "--quick", *argv])
 

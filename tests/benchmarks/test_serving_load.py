@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_latency_counts_the_wait_for_others(clock: SimpleNamespace):
-    """From the scheduled arrival, however late the loop sees it."""
+    """Latencies start at the scheduled arrival, however late the loop sees it."""
     batches: list[list[bytes]] = []
 
     def serve(batch: Sequence[bytes]) -> None:
@@ -64,8 +64,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_load, "SIZES", serving_load.SIZES | small)
 
 
-def test_what_waits_after_the_warm_up_is_served_in_time_that_counts(clock: SimpleNamespace):
-    """So that a server with more requests than it can serve is measured at its rate."""
+def test_requests_pending_after_the_warm_up_are_timed(clock: SimpleNamespace):
+    """An overloaded server is measured at the rate at which it serves."""
 
     def scores(batch: Sequence[bytes]) -> list[None]:
         clock.now += len(batch) * 0.002

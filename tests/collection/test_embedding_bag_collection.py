@@ -154,8 +154,8 @@ def test_scripted(name: str, candidates: str, device: torch.device):
 def test_device():
     meta = torch.device("meta")
     with meta:
-        made = TargetAttentionEmbeddingBagCollection([ITEM], PAIR)
-    assert made.device == EmbeddingBagCollection([ITEM], device=meta).device == meta
+        collection = TargetAttentionEmbeddingBagCollection([ITEM], PAIR)
+    assert collection.device == EmbeddingBagCollection([ITEM], device=meta).device == meta
     torch.set_default_device(meta)
     try:
         assert TargetAttentionEmbeddingBagCollection([ITEM], PAIR).device == meta
@@ -254,7 +254,7 @@ def test_tables_keep_every_field_they_share():
     assert (weight == 0.5).all()
 
 
-def test_table_without_feature_names_serves_its_own_name():
+def test_table_without_feature_names():
     collection = TargetAttentionEmbeddingBagCollection(
         [table("item"), table("hist"), table("user")], [TargetAttentionConfig("item", "hist")]
     )
@@ -303,8 +303,8 @@ def looked_up(
     return features, sequences, None if bags is None else bags(features)
 
 
-def test_bags_may_come_in_another_order():
-    """As bags with several sharding types do."""
+def test_order_of_bags():
+    """Bags with several sharding types return features in another order."""
     scenario = Scenario(
         [table(f"t_{i}", f"user_{i}", width=4 * i) for i in (1, 2, 3)] + [ITEM],
         [TargetAttentionConfig("item", "hist")],
@@ -433,7 +433,7 @@ def test_gradients_of_weights():
 
 @pytest.mark.parametrize("is_single_lookup", [False, True])
 def test_without_attention(is_single_lookup: bool):
-    """As an EmbeddingBagCollection."""
+    """Outputs without attention equal the outputs of an EmbeddingBagCollection."""
     scenario = SCENARIOS["attended-and-pooled"]
     bags = EmbeddingBagCollection(scenario.tables)
     collection = TargetAttentionEmbeddingBagCollection(

@@ -237,7 +237,7 @@ def test_swapped_target_and_history(history: list[list[int]]):
 
 @pytest.mark.parametrize("bags", [[[0], [], [1]], [[0], [], [1, 2]]])
 @pytest.mark.parametrize("feature", ["user", "bought"])  # of a table of its own, and a target's
-def test_single_ids_that_are_none_or_two_are_refused(feature: str, bags: list[list[int]]):
+def test_missing_or_duplicate_single_ids_are_refused(feature: str, bags: list[list[int]]):
     scenario = Scenario(
         [table("t_item", "item", "hist", "bought"), table("t_user", "user")],
         [PAIR],

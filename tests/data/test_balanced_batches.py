@@ -70,8 +70,8 @@ def test_global_batches_follow_the_shuffle():
     shuffled = torch.randperm(103, generator=torch.Generator().manual_seed(7 + 2)).tolist()
     place = {example: position for position, example in enumerate(shuffled)}
     for number, step in enumerate(steps[:-1]):
-        together = [place[i] for batch in step for i in batch]
-        assert sorted(together) == list(range(20 * number, 20 * number + 20))
+        all_places = [place[i] for batch in step for i in batch]
+        assert sorted(all_places) == list(range(20 * number, 20 * number + 20))
         for batch in step:
             assert batch == sorted(batch, key=place.get)
     padding = [place[i] for batch in steps[-1] for i in batch]

@@ -235,8 +235,8 @@ def test_a_sample_does_not_depend_on_others(device):
     lengths = LENGTHS["many rows"]
     offsets = offsets_of(lengths, torch.int64, device)
     scores = draw_scores(int(lengths.sum()), device)
-    together = select_rows(offsets, scores, keep=40)
-    splits = together.values().split(together.lengths().tolist())
+    batched = select_rows(offsets, scores, keep=40)
+    splits = batched.values().split(batched.lengths().tolist())
     for begin, end, expected in zip(offsets[:-1], offsets[1:], splits, strict=True):
         alone = select_rows(offsets[:2] * 0 + (end - begin) * offsets.new_tensor([0, 1]),
                             scores[begin:end], keep=40)  # fmt: skip
@@ -314,9 +314,9 @@ def test_tensors_without_values(on):
     """Have the shapes of tensors with values if a capacity is given."""
     mode = FakeTensorMode() if on == "fake" else contextlib.nullcontext()
     with mode:
-        made = {"device": "meta" if on == "meta" else "cpu"}
-        offsets = torch.zeros(4, dtype=torch.int64, **made)
-        x = torch.zeros(9, 3, requires_grad=True, **made)
+        factory = {"device": "meta" if on == "meta" else "cpu"}
+        offsets = torch.zeros(4, dtype=torch.int64, **factory)
+        x = torch.zeros(9, 3, requires_grad=True, **factory)
         history = JaggedTensor(x, lengths=offsets[1:], offsets=offsets)
         for scores in (None, x[:, 0]):
             selected = select_events(history, scores, keep=2, capacity=6)

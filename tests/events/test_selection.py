@@ -161,7 +161,7 @@ def test_keys_of_several_batch_sizes():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_looked_up_rows(weighted, device):
-    """As if the removed events had never been looked up, gradients of the table included."""
+    """Outputs and table gradients equal a lookup without the removed events."""
     features = make_features(device)
     table = EmbeddingConfig(
         name="t", embedding_dim=8, num_embeddings=20, feature_names=["item", "surface"]

@@ -45,7 +45,7 @@ def test_relevance_is_fitted_to_training_time_alone():
 
 
 @pytest.mark.parametrize("way", train_dlrm.WAYS)
-def test_the_model_sees_what_is_selected(way, monkeypatch, tmp_path):
+def test_model_input_is_the_selection(way, monkeypatch, tmp_path):
     args = parsed(monkeypatch, f"--out={tmp_path}", "--width=8")
     log = planted_log(num_users=40, noise=0.5)
     events = Events(log, max_history=20, conversions=True)

@@ -313,12 +313,12 @@ for batch in json.load(open(requests)):
 
 @packages_load
 def test_triton_loads_the_compiled_model(run: Path, served: tuple[Path, str], tmp_path: Path):
-    """As far as a stub of its Python backend goes: scores, and one bad request."""
+    """Load it in a stub of Triton's Python backend: scores, and one bad request."""
     folder, printed = served
     assert f"for Triton: {folder / 'serve_dlrm'}" in printed
 
-    made = [request_of(*shape) for shape in SHAPES.values()]
-    batches = [made[:1], made[1:], [REQUEST, {**REQUEST, "user": {}}]]
+    valid_requests = [request_of(*shape) for shape in SHAPES.values()]
+    batches = [valid_requests[:1], valid_requests[1:], [REQUEST, {**REQUEST, "user": {}}]]
     (tmp_path / "requests.json").write_text(json.dumps(batches))
     (tmp_path / "triton_python_backend_utils.py").write_text(TRITON_STUB)
     script = tmp_path / "call_as_triton.py"

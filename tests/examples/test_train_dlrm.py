@@ -129,7 +129,7 @@ def serve(monkeypatch, content: bytes) -> list[str]:
     return asked
 
 
-def test_download_fetches_once_what_the_reader_reads(tmp_path, monkeypatch):
+def test_download_fetches_files_of_the_reader_once(tmp_path, monkeypatch):
     (tmp_path / "served").mkdir()
     asked = serve(monkeypatch, archive_of(write_movielens(tmp_path / "served")))
     for _ in range(2):
@@ -260,7 +260,7 @@ def test_training_does_not_know_the_test_items(log):
 
 @settings(max_examples=30)
 @given(logs(), st.booleans())
-def test_dense_features_are_logs_of_what_was_seen_before(log, train):
+def test_dense_features_are_logs_of_past_events(log, train):
     events = Events(log)
 
     def expected(row: int, item: int) -> list[int]:
@@ -390,7 +390,7 @@ def run(out: Path, *options: str, device: str = "cpu") -> subprocess.CompletedPr
 
 
 def run_ranks(*options: str, ranks: int) -> list[subprocess.CompletedProcess]:
-    """As ``torchrun`` does."""
+    """Run all ranks, like ``torchrun``."""
     with ThreadPoolExecutor(ranks) as threads:
         started = [
             threads.submit(run_script, SCRIPT, *OPTIONS, *options, env=environment() | variables)
@@ -420,7 +420,7 @@ def train_here(monkeypatch):
 
 
 def assert_same_losses(actual: dict, expected: dict, *, epochs: int = 1) -> None:
-    """Of the first epochs of two. Layers have 400 inputs in all; sums of gradients are as long."""
+    """Compare the first ``epochs`` of two. Layers, and gradient sums, have up to 400 terms."""
     losses = expected["losses"][: len(expected["losses"]) // 2 * epochs]
     num_terms = 2 * (400 + 50 + 256)  # layers, a history, a batch
     assert_same_run(actual["losses"], losses, num_terms=num_terms, num_steps=None)
@@ -457,7 +457,7 @@ def test_all_poolings_train_and_are_compared(finished):
 
 @pytest.mark.parametrize(("whole", "options"), [("finished", []), ("balanced", ["--balance"])])
 def test_two_ranks_train_like_one_and_resume(tmp_path, request, train_here, whole, options):
-    """As ``torchrun`` starts them; with ``--balance``, ranks have even shares of the rows."""
+    """Ranks start like from ``torchrun``; ``--balance`` gives them even shares of the rows."""
     options = [f"--out={tmp_path}", "--pooling=attention", *options]
     for process in run_ranks(*options, "--epochs=1", "--workers=1", ranks=2):
         assert process.returncode == 0, process.stderr
@@ -565,7 +565,7 @@ def test_unusable_options_end_with_one_line(
 
 
 def test_runs_in_the_default_folder_are_moved_aside(tmp_path, monkeypatch, train_here, capsys):
-    """As in ``make demo``."""
+    """Default output folder, like in ``make demo``."""
     monkeypatch.chdir(tmp_path)
     options = ["--users=20", "--epochs=1", "--pooling=sum"]
     train_here(*options, "--resume")
@@ -642,7 +642,7 @@ def test_invalid_options(tmp_path, monkeypatch, capsys, options):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def script_with_own_torch(tmp_path: Path, torch_py: str, *command: str):
+def script_with_custom_torch(tmp_path: Path, torch_py: str, *command: str):
     """Runs an example where ``import torch`` runs ``torch_py``."""
     (tmp_path / "torch.py").write_text(torch_py)
     script, *options = command
@@ -659,7 +659,7 @@ def script_with_own_torch(tmp_path: Path, torch_py: str, *command: str):
 @pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py", "fuse_content.py"])
 @pytest.mark.parametrize(("options", "code"), [("--help", 0), ("--nonsense", 2)])
 def test_options_are_parsed_before_the_slow_imports(tmp_path, script, options, code):
-    process = script_with_own_torch(tmp_path, "raise ImportError('too early')", script, options)
+    process = script_with_custom_torch(tmp_path, "raise ImportError('too early')", script, options)
     assert process.returncode == code, process.stderr
     assert "usage: " in process.stdout + process.stderr
 
@@ -667,7 +667,7 @@ def test_options_are_parsed_before_the_slow_imports(tmp_path, script, options, c
 @pytest.mark.parametrize("script", ["train_dlrm.py", "serve_dlrm.py"])
 def test_ctrl_c_ends_the_start_without_a_traceback(tmp_path, script):
     code = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
-    process = script_with_own_torch(tmp_path, code, script)
+    process = script_with_custom_torch(tmp_path, code, script)
     assert process.returncode == 130
     assert process.stderr == ""
 

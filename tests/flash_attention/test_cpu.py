@@ -243,7 +243,7 @@ def special_inputs(lengths, *, biased):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-def test_scores_that_are_not_finite(biased):
+def test_nonfinite_scores(biased):
     """Rows whose scores are all -inf give zeros, rows with NaN or +inf give NaN."""
     lengths = [5, 4, 3, 3, 4, 5]
     inputs, grad_out = special_inputs(lengths, biased=biased)

@@ -144,7 +144,7 @@ def attend_by_sample(
     weights=None,
     **parameters,
 ):
-    """The same by ``nn.MultiheadAttention`` for each sample, or by :func:`attend_by_score`.
+    """Run ``nn.MultiheadAttention``, or :func:`attend_by_score`, on each sample.
 
     The mask holds biases and the logarithms of prior weights. Without a value projection, values
     are projected by the identity. Weights ``[L, T, H]`` of each sample are appended to ``weights``.

@@ -62,7 +62,7 @@ def distance_mask(table, length, causal, window=None):
 def run_by_sample(
     peer, heads, causal, *, rows, offsets, prior_weights=None, window=None, **parameters
 ):
-    """The same by a module of PyTorch, ``peer(parameters, x, mask)``, for each sample."""
+    """Run a PyTorch module, ``peer(parameters, x, mask)``, on each sample."""
     names = [name for name in parameters if "recency_bias" in name]
     table = parameters.pop(names[0]) if names else None
     lengths = offsets.diff().tolist()

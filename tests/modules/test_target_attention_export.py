@@ -72,8 +72,8 @@ def test_traced_scripted_compiled_and_exported(name, device):
     arguments = arguments_of(module, names, [5, 0, 40], device, num_targets)
     expected = module(*arguments)
     if names and "indices" not in names:
-        without = [x if i < 3 else None for i, x in enumerate(arguments)]
-        assert not torch.allclose(expected, module(*without))
+        dense_only = [x if i < 3 else None for i, x in enumerate(arguments)]
+        assert not torch.allclose(expected, module(*dense_only))
     traced = torch.fx.symbolic_trace(module)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     for same in (traced, torch.jit.script(traced), torch.jit.script(module), compiled):
@@ -172,8 +172,8 @@ def test_init_has_the_distribution_of_multihead_attention(init, history_dim):
 
 @pytest.mark.parametrize("init", ["recency", "mha"])
 @pytest.mark.parametrize("value_projection", [True, False])
-def test_queries_and_keys_start_as_those_of_multihead_attention(value_projection, init):
-    """Or queries start at zero."""
+def test_queries_and_keys_are_initialized_like_multihead_attention(value_projection, init):
+    """With ``init="recency"``, queries are initialized to zero."""
     torch.manual_seed(0)
     module = JaggedTargetAttention(64, 4, value_projection=value_projection, init=init)
     if value_projection:
@@ -191,7 +191,7 @@ def test_queries_and_keys_start_as_those_of_multihead_attention(value_projection
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_from_the_meta_device(name):
-    """As DistributedModelParallel initializes it: children first."""
+    """Initialize children first, like DistributedModelParallel."""
 
     def reset(child):
         if child._parameters:

@@ -69,7 +69,7 @@ def layer_of(pipeline: Any) -> Any:
 
 
 def replace_parameters(pipeline: Any) -> None:
-    """As ``load_state_dict(assign=True)`` does, which the optimizer must be told."""
+    """Replace parameters by ``load_state_dict(assign=True)``, also in the optimizer."""
     layer = layer_of(pipeline)
     before = dict(layer.named_parameters())
     layer.load_state_dict({k: v * 0.5 for k, v in layer.state_dict().items()}, assign=True)
@@ -93,7 +93,7 @@ def load_optimizer(pipeline: Any) -> None:
 
 
 def swap_weights(pipeline: Any) -> None:
-    """As averages of weights are swapped in."""
+    """Replace ``data`` of parameters, like swapping in averaged weights."""
     for x in layer_of(pipeline).parameters():
         x.data = x.data * 0.5
 
@@ -149,10 +149,10 @@ def train_changed(
     batches: Sequence[dict[str, Any]] = ({},) * NUM_STEPS,
     **options: Any,
 ) -> Run:
-    """With both pipelines. ``batches`` are the options of the batch of each step."""
-    made = [make_batch(step, **x) for step, x in enumerate(batches)]
+    """Train with both pipelines. ``batches`` are the options of the batch of each step."""
+    all_batches = [make_batch(step, **x) for step, x in enumerate(batches)]
     make = make_undistributed
-    return train_alike(device, make_layered, lambda: made, change, make=make, **options)
+    return train_alike(device, make_layered, lambda: all_batches, change, make=make, **options)
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -189,7 +189,7 @@ def test_evaluation_between_steps(device: torch.device):
 
 
 def test_evaluation_and_other_batch_sizes_are_no_overflows(device: torch.device):
-    """Of them and one batch with more rows, nothing is captured again."""
+    """They and two batches with more rows do not cause another capture."""
     options = [{}] * 13 + [{"num_samples": 3}, {}] * 4 + [{"length": 40}, {}, {"length": 40}, {}]
 
     def change(step: int, pipeline: Any) -> None:
@@ -374,7 +374,7 @@ def test_outputs_are_copies(device: torch.device):
             assert_same_run(x, y, num_steps=step + 1)
 
 
-def test_losses_that_are_not_finite(device: torch.device):
+def test_nonfinite_losses(device: torch.device):
     """A replay may have them, if an eager step has."""
     batches = [make_batch(step) for step in range(5)]
     batches[SHORT_WARM_UP + 1].dense_features[0] = torch.nan

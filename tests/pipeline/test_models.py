@@ -185,7 +185,7 @@ class Averaged(nn.Module):
         return logits + self.linear(x - self.average).squeeze(-1)
 
 
-def test_buffers_that_are_replaced(device: torch.device):
+def test_replaced_buffers(device: torch.device):
     pipeline = make_pipeline(device, WithLayer(make_model(), Averaged()))
     match = rf"must change buffers in place .*for \['layer.average'\]: {USE_TORCHREC}"
     with pytest.raises(NotImplementedError, match=match):

@@ -272,7 +272,7 @@ def test_accumulated_gradients(device: torch.device):
         wrapped.progress(make_batch(step) for step in range(3))
 
 
-def test_gradients_that_are_not_averaged(device: torch.device):
+def test_gradients_without_averaging(device: torch.device):
     pipeline = make_pipeline(device)
     match = f"gradients must not be accumulated over batches .*{USE_TORCHREC}"
     with (

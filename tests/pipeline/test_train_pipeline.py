@@ -52,7 +52,7 @@ OPTIMIZERS = ["SGD", "Adagrad", "RowWiseAdagrad", pytest.param("Adam", marks=pyt
 
 
 def varied_batches(**options: Any) -> Iterator[Batch]:
-    """Of which one has more rows than the captured step, and one another number of samples."""
+    """Batches; one has more rows than the captured step, and one another number of samples."""
     misfits = {14: {"max_length": 40}, 17: {"num_samples": 3}}
     for step in range(NUM_STEPS):
         yield make_batch(step, **misfits.get(step, {}), **options)
@@ -85,7 +85,7 @@ def test_training_is_bit_equal(model: str, optimizer: str, device: torch.device)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_lookups_inside_the_graph(model: str, optimizer: str, device: torch.device):
-    """Of features with fixed numbers of ids, or attended; not with Adam, which changes all rows."""
+    """Features have fixed numbers of ids, or attention; not with Adam, which changes all rows."""
     if optimizer == "Adam" and device.type == "cpu":
         pytest.skip("FBGEMM has no fused Adam on a CPU")
     lengths = {"bag_length": 2} | ({"length": 4} if model == "dlrm" else {})
@@ -180,7 +180,7 @@ def test_dropout(device: torch.device):
         assert torch.equal(run.losses, expected.losses)
 
 
-def test_each_replay_has_its_own_dropout(device: torch.device):
+def test_replays_draw_different_dropout(device: torch.device):
     model = make_sharded(make_model(dropout=0.4), device)
     pipeline = TrainPipelineCudaGraph(model, make_optimizer(model), device)
     batches = (make_batch(0) for _ in range(8))
@@ -205,7 +205,7 @@ def train_batches(device: torch.device, batches: list[Batch], **options: Any) ->
 
 
 def batches_of_lengths(*lengths: int) -> list[Batch]:
-    """Of histories that all have the same length."""
+    """Batches whose histories all have the same length."""
     return [make_batch(step, length=length) for step, length in enumerate(lengths)]
 
 
@@ -290,7 +290,7 @@ def test_another_number_of_jagged_candidates(device: torch.device):
         ({"candidates": "jagged"}, JAGGED),
     ],
 )
-def test_a_replay_reads_its_own_batch_alone(
+def test_replay_reads_only_the_current_batch(
     options: dict[str, Any], batch: dict[str, Any], device: torch.device
 ):
     batches = [make_batch(step, **batch) for step in range(8)]

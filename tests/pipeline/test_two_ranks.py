@@ -235,7 +235,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "execute_all_batches=False": {"execute_all_batches": False},
 }
 NUMBERS_OF_BATCHES = [(11, 9), (7, 8)]
-"""Of both ranks in each epoch."""
+"""For both ranks, in each epoch."""
 
 
 def train_epochs(device: torch.device, order: str) -> list[Tensor]:

@@ -143,7 +143,7 @@ def make_sharded(
 
 
 def make_optimizer(model: DistributedModelParallel) -> CombinedOptimizer:
-    """Of the tables, and SGD with momentum of the dense layers."""
+    """Combine the optimizer of the tables with SGD with momentum for the dense layers."""
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -196,7 +196,7 @@ def make_pipeline(
     sharding: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Of a model with default attention if none is given."""
+    """Make a pipeline; the default model has default attention."""
     sharded = make_sharded(make_model() if model is None else model, device, **(sharding or {}))
     return pipeline_type(sharded, optimizer(sharded), device, **options)
 

@@ -87,7 +87,7 @@ class WithoutGradient(torch.autograd.Function):
         return None
 
 
-def test_gradients_that_are_undefined(leaves, out):
+def test_undefined_gradients(leaves, out):
     grads = torch.autograd.grad(WithoutGradient.apply(out).sum(), leaves, allow_unused=True)
     assert grads == (None, None)
 

@@ -241,8 +241,8 @@ def test_a_row_far_from_all_others_takes_one_code():
     rows[777] = torch.tensor([0.0, 0, 0, 1e6])
     pca, errors = fitted(rows, 12)
     assert_error(pca, rows, errors[-1])
-    without = torch.cat([rows[:777], rows[778:]])
-    assert errors[-1] < 0.1 * (without - without.mean(0)).square().sum(1).mean()
+    remaining_rows = torch.cat([rows[:777], rows[778:]])
+    assert errors[-1] < 0.1 * (remaining_rows - remaining_rows.mean(0)).square().sum(1).mean()
 
 
 def test_no_row_to_encode(device):

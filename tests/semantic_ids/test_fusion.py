@@ -92,8 +92,8 @@ def test_losses():
     rows, labels = make_rows(40)
     fusion = make_fusion(losses={"image": "mse"})
     fused = fusion(rows, labels, quantize=False)
-    made = fusion.decoders[1](fusion._latents(rows))
-    mse = F.mse_loss(made, rows["image"])
+    decoded = fusion.decoders[1](fusion._latents(rows))
+    mse = F.mse_loss(decoded, rows["image"])
     assert_same_run(fused.losses["image"], mse, num_terms=100)
     assert_same_run(fused.loss, fused.losses["text"] + mse + fused.losses["kind"], num_terms=100)
     assert fused.codes is None

@@ -69,7 +69,7 @@ def with_all_strides(x):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("num_codes", [1, 5, 6, 10, 41])
-def test_rows_that_are_not_contiguous(num_codes, dtype, device):
+def test_noncontiguous_rows(num_codes, dtype, device):
     """Also with a single byte per row, and with codes that fill their bytes."""
     ids = PackedCodes(num_codes)
     codes = draw_codes(40, ids, device, dtype)

@@ -103,10 +103,10 @@ def test_rows_of_all_ranks_are_fitted_together(fitted):
         assert torch.equal(mean_0, mean_1)
         assert torch.equal(basis_0, basis_1)
         assert errors_0 == errors_1
-        together = DiscretePCA(6, 14, device=device)
-        together.load_state_dict({"mean": mean_0, "basis": basis_0})
-        assert_close(together.mean, mean, errors_of_mean)
-        assert error_of(together, rows) < 1.1 * errors[-1]
+        combined = DiscretePCA(6, 14, device=device)
+        combined.load_state_dict({"mean": mean_0, "basis": basis_0})
+        assert_close(combined.mean, mean, errors_of_mean)
+        assert error_of(combined, rows) < 1.1 * errors[-1]
     for basis, part in zip((first_basis, second_basis), rows.split(SIZES[-1]), strict=True):
         alone = DiscretePCA(6, 14, device=device)
         alone.fit(part)

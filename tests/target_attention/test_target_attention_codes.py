@@ -117,7 +117,7 @@ def test_edges(lengths, device):
 
 
 def test_every_byte(device):
-    """Codes of all bytes that there are: of some rows a sample, a head attends to each."""
+    """Codes of all possible bytes: each head attends to one row of a sample."""
     num_heads = 8 if device.type == "cuda" else 32
     # Ages of 2^n - 1, in bucket 4n
     age_bias = torch.full((4 * num_heads, num_heads), -1e4, device=device)
@@ -139,7 +139,7 @@ def test_every_byte(device):
         assert torch.equal(ids.pack(codes), packed)
 
 
-def assert_by_index_is_as_a_copy(num_targets, device=CPU):
+def assert_indexed_equals_gathered(num_targets, device=CPU):
     inputs = inputs_of_codes(LENGTHS, torch.float32, num_targets=num_targets, device=device)
     table = inputs_of_codes([50], torch.float32, row_bytes=8, device=device)["history"]
     generator = torch.Generator().manual_seed(1)
@@ -158,7 +158,7 @@ def assert_by_index_is_as_a_copy(num_targets, device=CPU):
 
 @pytest.mark.parametrize("num_targets", [1, 9])
 def test_rows_by_index(num_targets, device):
-    assert_by_index_is_as_a_copy(num_targets, device)
+    assert_indexed_equals_gathered(num_targets, device)
 
 
 def test_opcheck(device):

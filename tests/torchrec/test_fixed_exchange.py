@@ -70,7 +70,7 @@ def make_inputs(
 
 
 def features_per_rank(count: int) -> list[int]:
-    """Of table-wise lookups."""
+    """Numbers of features per rank, for table-wise lookups."""
     size = dist.get_world_size()
     return [count // size + (rank < count % size) for rank in range(size)]
 
@@ -107,7 +107,7 @@ def expected(inputs: list[KeyedJaggedTensor], name: str, device: torch.device) -
 def make_exchange(
     batches: list[list[KeyedJaggedTensor]], num_samples: list[int], device: torch.device
 ) -> FixedExchange:
-    """Whose capacities are the largest numbers of ids of these batches."""
+    """Make an exchange whose capacities are the largest numbers of ids in these batches."""
     routes, lookups = make_routes()
     is_weighted = [x.weights_or_none() is not None for x in batches[0]]
     size = dist.get_world_size()

@@ -74,14 +74,14 @@ def make_scorer(tables: str, device: torch.device) -> Scorer:
 
 def inputs(device: torch.device) -> list[Inputs]:
     """Batches of different sizes and lengths, one of them with no history at all."""
-    made = [make_batch(step, rank) for step in range(NUM_STEPS) for rank in range(2)]
+    batches = [make_batch(step, rank) for step in range(NUM_STEPS) for rank in range(2)]
     return [
         (
             batch.dense_features.to(device),
             batch.sparse_features.values().to(device),
             batch.sparse_features.lengths().view(len(KEYS), -1).to(device),
         )
-        for batch in made
+        for batch in batches
     ]
 
 
@@ -93,7 +93,7 @@ def assert_equal(actual: nn.Module, expected: nn.Module, device: torch.device) -
 
 @pytest.mark.parametrize("tables", QUANTIZED)
 def test_quantized_tables(tables: str, device: torch.device):
-    """As tables of the rows that the quantized ones give."""
+    """Equal to fp32 tables of the dequantized rows."""
     quantized = make_scorer(tables, device)
     expected = make_scorer("fp32", device)
     ids = torch.arange(NUM_IDS, device=device)
@@ -176,7 +176,7 @@ def test_pruned_bags():
 
 
 def trace(model: nn.Module) -> torch.fx.GraphModule:
-    """As TorchRec does for inference: of the leaves one is named, FBGEMM's, and none is ours."""
+    """Trace like TorchRec for inference, with FBGEMM's module as the only named leaf."""
     graph = Tracer(leaf_modules=["IntNBitTableBatchedEmbeddingBagsCodegen"]).trace(model)
     return torch.fx.GraphModule(model, graph)
 
@@ -199,7 +199,7 @@ def test_traced_and_scripted(tables: str, device: torch.device, tmp_path: Path):
 )
 @torch.no_grad()
 def test_options_traced_and_scripted(name: str, is_quantized: bool):
-    """As TorchRec's inference does, with no leaf of the tracer."""
+    """Trace and script like TorchRec's inference, without leaf modules of the tracer."""
     scenario = SCENARIOS[name]
     collection = nn.ModuleDict({"collection": make_collection(scenario).eval()})
     if is_quantized:

@@ -142,8 +142,8 @@ def trained(
     if pipelined:
         optimizer = dense_optimizer(model)
         pipeline = TrainPipelineSparseDist(model, optimizer, device, pipeline_postproc=True)
-        made = batches(case, once)
-        logits = [pipeline.progress(made)[1].cpu() for _ in range(NUM_STEPS)]
+        case_batches = batches(case, once)
+        logits = [pipeline.progress(case_batches)[1].cpu() for _ in range(NUM_STEPS)]
         names = {type(module).__name__ for module in pipeline._pipelined_modules}
         assert "ShardedEmbeddingCollection" in names
         return logits, full_state_dict(model, device), seen
@@ -164,7 +164,7 @@ def with_copies(device: torch.device, case: str) -> tuple[nn.Module, Batch]:
     return model, batch
 
 
-def take_copies_or_refuse_those_without_a_gradient(device: torch.device) -> None:
+def check_copies(device: torch.device) -> None:
     model, batch = with_copies(device, "ids, by table")
     expected = sharded(device, "ids, by table", once=True)(batch)
     for actual, expected_rows in zip(model(batch), expected, strict=True):
@@ -180,7 +180,7 @@ def train(device: torch.device) -> dict[str, list[tuple]]:
     if device.type == "cpu":
         library = torch.library.Library("fbgemm", "IMPL")
         library.impl("jagged_unique_indices", unique_ids_on_cpu, "CPU")
-        take_copies_or_refuse_those_without_a_gradient(device)
+        check_copies(device)
     results = {}
     for case in CASES:
         results[case] = [trained(device, case, once=once) for once in (False, True)]

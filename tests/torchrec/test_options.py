@@ -191,18 +191,18 @@ def variable_batch_sizes(
     device: torch.device, sharders: list[ModuleSharder] | None = None
 ) -> Losses:
     model = make_sharded_model(device, ShardingType.ROW_WISE, sharders=sharders)
-    made = (make_batch(step, dist.get_rank()) for step in range(NUM_STEPS))
-    once = (with_equal_samples_once(batch).to(device) for batch in made)
+    batches = (make_batch(step, dist.get_rank()) for step in range(NUM_STEPS))
+    once = (with_equal_samples_once(batch).to(device) for batch in batches)
     return [loss for loss, _ in train_on(model, once)]
 
 
 def evaluated(model: nn.Module, device: torch.device, once: bool = False) -> Losses:
     is_weighted = collection_of(model).is_weighted()
-    made = (make_batch(step, dist.get_rank(), is_weighted) for step in range(NUM_STEPS))
+    batches = (make_batch(step, dist.get_rank(), is_weighted) for step in range(NUM_STEPS))
     with torch.no_grad():
         return [
             model((with_equal_samples_once(batch) if once else batch).to(device))[0]
-            for batch in made
+            for batch in batches
         ]
 
 
@@ -249,7 +249,7 @@ def refused_with_owner_side_attention(device: torch.device) -> Losses:
 
 
 def detach(sequences: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-    """As TrainPipelineSemiSync does."""
+    """Detach the rows, like TrainPipelineSemiSync."""
     for sequence in sequences.values():
         sequence._values = sequence.values().detach().requires_grad_()
     return sequences
@@ -479,7 +479,7 @@ def dtype_of(option: str) -> torch.dtype:
 
 @pytest.mark.parametrize("option", ROUNDED)
 def test_lookups_in_half_precision(trained, option: str):
-    """As in one process whose lookups, and their gradients, are rounded."""
+    """Equal to training in one process with rounded lookups and gradients of lookups."""
     losses, dtype = losses_by_rank(trained, option), dtype_of(option)
     is_local = option.startswith("owner-side")
     model = make_model(**(SEPARATE if is_local else {}))

@@ -363,7 +363,7 @@ def record_order(device: torch.device) -> dict[str, list[str]]:
 
 
 def test_exchanges_overlap_with_other_work(once):
-    """Of queries with the pooling of other features, of whole histories with the lookup of bags."""
+    """Sending queries overlaps with pooling other features, sending histories with bag lookups."""
     for events in once[record_order]:
         queries, others = ["start", "pool", "finish"], ["start", "finish"]  # rows, results
         gradients = [*others, "start", "pool, backward", "finish", *others]
@@ -405,7 +405,7 @@ def test_lookups_are_tracked_and_prefetched(once):
         assert local == sent
 
 
-def look_at_what_is_on_its_way(device: torch.device) -> list[Tensor]:
+def run_with_waiting_hooks(device: torch.device) -> list[Tensor]:
     """Outputs without hooks, and with hooks that wait for the output of a module."""
     outputs = []
     for is_hooked in (False, True):
@@ -426,7 +426,7 @@ def wait(_module: nn.Module, _inputs: tuple, output: Awaitable) -> None:
 
 
 def test_hooks_may_wait_for_rows_and_attention(once):
-    for plain, hooked in once[look_at_what_is_on_its_way]:
+    for plain, hooked in once[run_with_waiting_hooks]:
         assert torch.equal(plain, hooked)
 
 
@@ -443,7 +443,7 @@ def look_up_out_of_range(device: torch.device) -> tuple[list[int], Tensor]:
 
 
 def test_ids_out_of_range(once):
-    """As FBGEMM's check of bounds does it, on GPUs, where ids are not checked before."""
+    """They become the shard's first row, like in FBGEMM's bounds check on GPUs."""
     ranks = once[look_up_out_of_range]
     assert torch.tensor([lengths for lengths, _ in ranks]).sum(0).tolist() == [4] * 6
     lengths, rows = ranks[1]
@@ -540,7 +540,7 @@ ONCE = [
     exchange_encoded,
     record_order,
     track_lookups,
-    look_at_what_is_on_its_way,
+    run_with_waiting_hooks,
     look_up_out_of_range,
     refuse,
     refuse_times,
@@ -561,7 +561,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], l
 
 
 def test_waiting_twice_returns_the_same_ids():
-    """As TorchRec 1.6 does at the end of an epoch."""
+    """TorchRec 1.6 waits twice at the end of an epoch."""
     ids = CachedAwaitable(object)
     assert ids.wait() is ids.wait()
 

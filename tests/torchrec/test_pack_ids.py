@@ -64,7 +64,7 @@ def make_batch(rank: int, device: torch.device, max_length: int, dtype: torch.dt
 
 
 def exchange(batches: list[Any], headroom: float, device: torch.device) -> list[list[Tensor]]:
-    """What each rank has after the exchange, without a process group."""
+    """Ids of each rank after the exchange, without a process group."""
     routers = [IdRouter(make_routes(i)[0], [KEYS], [True], i, NUM_RANKS, device) for i in RANKS]
     counts = [router.count([x]) for router, x in zip(routers, batches, strict=True)]
     capacities = {name: int(headroom * n) for x in counts for name, n in x.items()}

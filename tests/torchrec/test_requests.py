@@ -234,13 +234,13 @@ class OfRequests(nn.Module):
 
 
 def inputs(device: torch.device) -> list[tuple[Tensor, ...]]:
-    made = []
+    batches = []
     for step in range(NUM_STEPS):
         features = make_requests(step, 0, is_weighted=False).sparse_features
         dense = make_batch(step, 0).dense_features
         lengths = features.lengths().view(len(KEYS), -1)
-        made.append(tuple(x.to(device) for x in (dense, features.values(), lengths)))
-    return made
+        batches.append(tuple(x.to(device) for x in (dense, features.values(), lengths)))
+    return batches
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ def train(
     sharders: list[type[ModuleSharder]] | None = None,
     pipelined: bool = True,
 ) -> dict[str, Any]:
-    """As TorchRec's ``examples/golden_training/train_dlrm.py`` trains."""
+    """Train like TorchRec's ``examples/golden_training/train_dlrm.py``."""
     apply_optimizer_in_backward(optimizer, parameters(model), {"lr": 0.1})
     model = DistributedModelParallel(
         model, device=device, sharders=None if sharders is None else [type_() for type_ in sharders]
@@ -100,7 +100,7 @@ def train(
 def whole_sparse_arch(
     device: torch.device, optimizer: type[torch.optim.Optimizer] = RowWiseAdagrad
 ) -> dict[str, Any]:
-    """As in TorchRec's example, whose optimizer also gets the attention weights."""
+    """Train like TorchRec's example, whose optimizer also gets the attention weights."""
     return train(
         device,
         make_model(device),
@@ -117,7 +117,7 @@ TRAINED: dict[str, Callable[[torch.device], dict[str, Any]]] = {
 
 
 def weights_with_a_gradient(device: torch.device) -> None:
-    """As feature processors give, but sharded bags have no gradient for them."""
+    """Weights like feature processors return; sharded bags have no gradient for them."""
     model = make_model(device, is_weighted=True)
     optimize_tables(model)
     sharded = DistributedModelParallel(model, device=device)
@@ -127,7 +127,7 @@ def weights_with_a_gradient(device: torch.device) -> None:
 
 
 def processed_features(device: torch.device) -> None:
-    """All ranks fail, also those that do not plan."""
+    """All ranks fail, not only the planning rank."""
     names = [name for config in make_tables() for name in config.feature_names]
     model = FeatureProcessedEmbeddingBagCollection(
         collection_of(make_model(device, is_weighted=True)),

@@ -226,7 +226,7 @@ def without_key(batch: Batch, missing: str) -> Batch:
 
 
 def refuse_missing_keys(device: torch.device) -> None:
-    """Of the first batch, and of another one. Input dists are called before the collection."""
+    """Keys are missing in the first or a later batch. Input dists run before the collection."""
     cases = [(sharder, key) for sharder in SHARDERS for key in ("item", "hist")]
     for sharder, key in [*cases, (HistoryEmbeddingCollectionSharder, "times")]:
         for step in (0, 2):

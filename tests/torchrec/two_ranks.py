@@ -99,7 +99,7 @@ OPTIMIZERS = {
 
 
 def device_of(backend: str) -> torch.device:
-    """Of the process that starts ranks."""
+    """Device of the process that starts the ranks."""
     return torch.device("cpu" if backend == "gloo" else "cuda")
 
 

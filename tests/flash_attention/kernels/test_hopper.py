@@ -176,13 +176,13 @@ def test_gradients_in_halves_of_one_tensor(width, hopper):
         return grads.q, grad_k, grad_v
 
     halves = inputs["k"].new_empty(89, 1, 2 * width)
-    together = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
-    apart = differentiate(torch.empty_like(inputs["k"]), torch.empty_like(inputs["v"]))
-    assert all(map(torch.equal, together, apart))
+    packed_grads = differentiate(halves[..., :width], halves[..., width : 3 * width // 2])
+    separate_grads = differentiate(torch.empty_like(inputs["k"]), torch.empty_like(inputs["v"]))
+    assert all(map(torch.equal, packed_grads, separate_grads))
 
 
 @pytest.mark.parametrize(("width", "scale"), [(40, 0.2), (64, -0.2)], ids=str)
-def test_what_hopper_does_not_take(width, scale, hopper):
+def test_unsupported_on_hopper(width, scale, hopper):
     device, launched = hopper
     inputs = inputs_of([3, 40, 70], [3, 40, 70], device, torch.float16, width=width)
     assert_right(inputs, scale=scale)
@@ -193,19 +193,19 @@ def test_heads_packed_with_keys_and_values(hopper):
     device, launched = hopper
     packed = torch.randn(280, 3, 2, 64, device=device, dtype=torch.float16)
     offsets = torch.tensor([0, 70, 90, 130, 260, 280], device=device)
-    apart = dict(zip("qkv", packed.transpose(0, 1).contiguous(), strict=True))
+    separate = dict(zip("qkv", packed.transpose(0, 1).contiguous(), strict=True))
     expected = outputs_and_gradients(
-        partial(jagged_flash_attention, q_offsets=offsets), apart, apart["q"]
+        partial(jagged_flash_attention, q_offsets=offsets), separate, separate["q"]
     )
-    together = dict(zip("qkv", packed.unbind(1), strict=True))
+    packed_views = dict(zip("qkv", packed.unbind(1), strict=True))
     results = outputs_and_gradients(
-        partial(jagged_flash_attention, q_offsets=offsets), together, apart["q"]
+        partial(jagged_flash_attention, q_offsets=offsets), packed_views, separate["q"]
     )
     assert all(torch.equal(results[name], value) for name, value in expected.items())
     num_launched = len(launched or ())
     unaligned = torch.empty(280 * 128 + 1, device=device, dtype=torch.float16)[1:]
-    unaligned = unaligned.view(280, 2, 64).copy_(together["q"])
-    assert_right(together | {"q": unaligned, "q_offsets": offsets})
+    unaligned = unaligned.view(280, 2, 64).copy_(packed_views["q"])
+    assert_right(packed_views | {"q": unaligned, "q_offsets": offsets})
     assert len(launched or ()) == num_launched
 
 

@@ -76,7 +76,7 @@ def test_a_choice_says_why():
     assert dict(choice.refused)["hopper"] == "no bias but by distance"
 
 
-def test_the_table_names_what_a_device_has(monkeypatch):
+def test_table_lists_variants_of_the_device(monkeypatch):
     assert list(table(VARIANTS, CUDA)) == ["hopper_short", "general_short", "hopper", "general"]
     monkeypatch.setattr(devices, "hopper_multiprocessors", lambda device: 0)
     assert list(table(VARIANTS, CUDA)) == ["general_short", "general"]

@@ -17,7 +17,7 @@ def test_every_table_counts_in_the_sum(num_tables, kernel_device, monkeypatch):
 
 
 def test_the_sum_does_not_depend_on_unused_partial_results(kernel_device):
-    """As in a buffer of more rows: 300 samples; partial results follow the first 70."""
+    """300 samples, in a buffer with more rows; partial results follow the first 70."""
     torch.manual_seed(0)
     samples, partials = torch.randn(300, 5, 1, 3), torch.randn(150, 5, 1, 3)
     sums = []

@@ -27,8 +27,8 @@ from tests.target_attention.test_target_attention import (
     inputs_of_far_times,
 )
 from tests.target_attention.test_target_attention_codes import (
-    assert_by_index_is_as_a_copy,
     assert_codes_behind_never_matter,
+    assert_indexed_equals_gathered,
     assert_right_over_codes,
     inputs_of_codes,
 )
@@ -111,7 +111,7 @@ def test_rows_of_codes_and_other_scores(score, launched):
 
 
 def test_rows_of_codes_by_index(launched):
-    assert_by_index_is_as_a_copy(1)
+    assert_indexed_equals_gathered(1)
     assert "one_warp_forward" in launched
 
 
