@@ -369,8 +369,8 @@ class ModelExchange:
         """Exchange the ids of the batch whose input dists were called last.
 
         Args:
-            is_fixed: whether the input dists were replaced.
-            is_counted: otherwise, whether to count the ids, which waits for the device.
+            is_fixed: whether to exchange them with fixed sizes, as the input dists were not called.
+            is_counted: if they were called, whether to count the ids, which waits for the device.
         """
         features, self._features = self._features, {}
         if self._router is None:
@@ -386,7 +386,9 @@ class ModelExchange:
         num_samples = inputs[0].stride() if fits else 0
         lengths_dtype = inputs[0].lengths().dtype
         signature = num_samples, (self._router.columns, [*self._modules], lengths_dtype)
-        counts = {NUM_VALUES: sum(x.values().numel() for x in inputs)} if fits else {}
+        counts: dict[str, int] = {}
+        if fits and (is_fixed or is_counted):
+            counts[NUM_VALUES] = sum(x.values().numel() for x in inputs)
         if is_fixed and self._fixed is not None:
             ids = self._fixed.start(inputs, fits)
             return BatchExchange(signature, self._modules, counts, ids)

@@ -230,7 +230,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         stream: Any = self._data_dist_stream
         if is_fixed and stream is not None:  # for the last use of the tensors that it writes
             stream.wait_stream(torch.cuda.current_stream())
-        # Capacities are computed from the first batches, and from those that do not fit.
+        # Capacities are computed from the first batches, and from batches that do not fit.
         is_counted = self._captured_step is None or self._exchange.is_fixed
         with self._stream_context(stream):  # pyright: ignore
             context.exchange = self._exchange.start(is_fixed, is_counted and self._model.training)
@@ -396,7 +396,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             return self._model(step.batch)
 
     def _describe_sizes(self, step: _Step, reason: str) -> str:
-        """Return what a batch and the capture have, if ``reason`` is another size; otherwise ""."""
+        """Return the sizes of the batch and of the capture if ``reason`` is a size, else ""."""
         name = reason.removeprefix("another value: ")
         sizes = [x.get(name) for x in (step.inputs.constants, self._captured_sizes)]
         if not name.startswith(("the shape of ", "the number of samples of ")) or None in sizes:
@@ -596,7 +596,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
 
 
 class _StepFlags(NamedTuple):
-    """What a rank knows of a step. The step is as all ranks agree."""
+    """Flags of a step, of one rank or reduced over all ranks by logical and."""
 
     has_next: bool  # whether there is a next batch
     is_complete: bool = True  # whether this rank has all ids of its rows

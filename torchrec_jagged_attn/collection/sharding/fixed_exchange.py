@@ -222,8 +222,8 @@ class FixedExchange:
     def start(self, inputs: Sequence[KeyedJaggedTensor], can_send: bool) -> ExchangedIds:
         """Send the ids of a batch.
 
-        On a GPU, the result is valid until the next but one call: its tensors are those of one of
-        two CUDA graphs, which are replayed in turn. The stream of a call must wait for all uses of
+        On a GPU, the result is valid until the next but one call: its tensors belong to one of two
+        CUDA graphs, which are replayed in turn. The stream of a call must wait for all uses of
         the result of the last but one.
 
         If not ``can_send``, because the router does not accept the batch, or with another number of
