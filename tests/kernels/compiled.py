@@ -240,8 +240,8 @@ def ids(is_weighted: bool = False) -> None:
     )
     message = values.new_zeros(100)
     ids = router.read(router.join([batch]))
-    block_lengths, order = exchange._pack(ids, message)
-    exchange._unpack(SentIds(ids.lengths, block_lengths.sum(1), order), message)
+    _, counts, order = exchange._pack(ids, message)
+    exchange._unpack(SentIds(ids.lengths, counts, order), message)
 
 
 CASES = {

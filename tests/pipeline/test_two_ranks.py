@@ -433,7 +433,7 @@ def test_trains_alike(ranks: OnRanks, backend: str, case: str):
         assert run.eager_steps == {"warm-up": SHORT_WARM_UP}
         assert run.num_replayed_steps == NUM_STEPS - SHORT_WARM_UP
         exchange = "exact" if case in EXACT_CASES else "fixed"
-        assert run.exchanges == ({exchange} if len(ranks) == 2 else set())
+        assert run.exchanges == {exchange}
         assert_same_runs(run, expected)
 
 

@@ -103,8 +103,9 @@ def exchange(batches: list[Any], headroom: float, device: torch.device) -> list[
 @pytest.mark.parametrize("headroom", [1, 1.5, 0.5])
 @pytest.mark.parametrize(("max_length", "dtype"), [(5, torch.int32), (0, torch.int64)])
 def test_kernels_equal_operations(headroom, max_length, dtype, kernel_device, monkeypatch):
-    for name, block in (("BLOCK", 4), ("UNPACK_BLOCK", 8), ("NUM_CHUNKS", 2)):
-        monkeypatch.setattr(pack_ids, name, block)
+    sizes = {"COUNT_BLOCK": 4, "PACK_BLOCK": 4, "UNPACK_BLOCK": 8, "NUM_CHUNKS": 2}
+    for name, size in (sizes | {"NUM_PROGRAMS": 2, "MAX_SAMPLES": 2}).items():
+        monkeypatch.setattr(pack_ids, name, size)
     batches = [make_batch(rank, kernel_device, max_length, dtype) for rank in RANKS]
     actual = exchange(batches, headroom, kernel_device)
     for module in (fixed_exchange, id_router):

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import (
+    EmbeddingSharding,
     EmbeddingShardingContext,
     KJTListSplitsAwaitable,
 )
@@ -100,7 +103,7 @@ class HistoryRoutes:
                 KeyedJaggedTensor(
                     names,
                     replicated["ids"],
-                    lengths=lengths.to(ids.lengths(first, first + 1).dtype),
+                    lengths=lengths,
                     length_per_key=[sum(ids.received(first + i)) for i in routes],
                 )
             )
@@ -133,16 +136,20 @@ class HistoryRoutes:
         return KJTList([received_ids])  # pyright: ignore[reportArgumentType]
 
 
-class BagRoutes:
-    """Routes of an EmbeddingBagCollection."""
+class LookupRoutes:
+    """Routes of an EmbeddingCollection that sends no rows to other ranks."""
 
     def __init__(
-        self, module: ShardedEmbeddingBagCollection, index: int, is_weighted: bool, num_ranks: int
+        self,
+        shardings: Iterable[EmbeddingSharding],
+        input_dists: Iterable[nn.Module],
+        index: int,
+        num_ranks: int,
+        is_weighted: bool = False,
     ) -> None:
-        self._module, self._is_weighted = module, is_weighted
+        self._is_weighted = is_weighted  # whether lookups read the weights of ids
         self.routes, self.lookups = [], []
-        pairs: Any = zip(module._embedding_shardings, module._input_dists, strict=True)
-        for sharding, input_dist in pairs:
+        for sharding, input_dist in zip(shardings, input_dists, strict=True):
             first, keys = len(self.routes), sharding.feature_names()
             owners, rows = [[*range(num_ranks)]] * len(keys), [0] * len(keys)
             if isinstance(input_dist, TwSparseFeaturesDist):
@@ -157,39 +164,52 @@ class BagRoutes:
             ]
             self.lookups.append([*range(first, len(self.routes))])
 
-    @staticmethod
-    def supports(module: ShardedEmbeddingBagCollection, is_weighted: bool) -> bool:
-        """Return whether all input dists can be replaced."""
-        options = (
-            "_has_feature_processor",
-            "_need_pos",
-            "_keep_original_indices",
-            "_has_multiple_blocks_per_shard",
-            "zch_bucketize_row_pos",
-        )
-        return (
-            all(
-                type(x) in (TwSparseFeaturesDist, RwSparseFeaturesDist, DpSparseFeaturesDist)
-                and not any(getattr(x, option, None) for option in options)
-                for x in module._input_dists
+    def result(self, ids: ExchangedIds, first: int, context: Any) -> KJTList:
+        features = []
+        for routes in self.lookups:
+            owned = [i for i in routes if ids.is_owned(first + i)]
+            lengths, columns = ids.owned([first + i for i in owned])
+            features.append(
+                KeyedJaggedTensor(
+                    [self.routes[i].key for i in owned],
+                    columns["ids"],
+                    as_weights(columns["weights"]) if self._is_weighted else None,
+                    lengths=lengths,
+                    stride=sum(self.samples(ids, routes)),
+                    length_per_key=[sum(ids.received(first + i)) for i in owned],
+                )
             )
-            and not (is_weighted and module._has_mean_pooling_callback)
-            and not getattr(module, "_enable_feature_score_weight_accumulation", False)
+        return KJTList(features)
+
+    def samples(self, ids: ExchangedIds, routes: Sequence[int]) -> list[int]:
+        """Return the numbers of samples of each rank whose ids a lookup reads."""
+        if any(self.routes[i].is_replicated for i in routes):
+            return [ids.num_samples]
+        return ids.samples_per_rank
+
+
+class BagRoutes(LookupRoutes):
+    """Routes of an EmbeddingBagCollection."""
+
+    def __init__(
+        self, module: ShardedEmbeddingBagCollection, index: int, num_ranks: int, is_weighted: bool
+    ) -> None:
+        self._module: Any = module
+        super().__init__(
+            module._embedding_shardings, module._input_dists, index, num_ranks, is_weighted
         )
 
     def result(self, ids: ExchangedIds, first: int, context: Any) -> KJTList:
-        module: Any = self._module
-        lengths = ids.lengths(first, first + len(self.routes))
-        num_samples = lengths.shape[1]
+        module = self._module
         context.variable_batch_per_feature, context.inverse_indices = False, None
         if module._has_mean_pooling_callback:
-            flat = lengths.flatten()
+            flat = ids.lengths(first, first + len(self.routes)).flatten()
             context.divisor = _create_mean_pooling_divisor(
                 lengths=flat,
                 keys=[route.key for route in self.routes],
                 offsets=flat,  # only read if there are weights
-                stride=num_samples,
-                stride_per_key=[num_samples] * len(self.routes),
+                stride=ids.num_samples,
+                stride_per_key=[ids.num_samples] * len(self.routes),
                 dim_per_key=module._dim_per_key,
                 pooling_type_to_rs_features=module._pooling_type_to_rs_features,
                 embedding_names=module._embedding_names,
@@ -199,29 +219,47 @@ class BagRoutes:
                 kjt_key_indices=module._kjt_key_indices,
                 kt_key_ordering=module._kt_key_ordering,
             )
-        features = []
         for routes in self.lookups:
-            owned = [i for i in routes if ids.is_owned(first + i)]
-            local_lengths, columns = ids.owned([first + i for i in owned])
             is_replicated = any(self.routes[i].is_replicated for i in routes)
-            samples = [num_samples] if is_replicated else ids.samples_per_rank
-            features.append(
-                KeyedJaggedTensor(
-                    [self.routes[i].key for i in owned],
-                    columns["ids"],
-                    as_weights(columns["weights"]) if self._is_weighted else None,
-                    lengths=local_lengths.to(lengths.dtype),
-                    stride=sum(samples),
-                    length_per_key=[sum(ids.received(first + i)) for i in owned],
-                )
-            )
             context.sharding_contexts.append(
                 EmbeddingShardingContext(
-                    batch_size_per_rank=[] if is_replicated else samples,
-                    batch_size_per_feature_pre_a2a=[num_samples] * len(routes),
+                    batch_size_per_rank=[] if is_replicated else ids.samples_per_rank,
+                    batch_size_per_feature_pre_a2a=[ids.num_samples] * len(routes),
                 )
             )
-        return KJTList(features)
+        return super().result(ids, first, context)
+
+
+def _routes_of(module: Any, index: int, num_ranks: int, is_weighted: bool) -> ModuleRoutes | None:
+    """Return the routes of a sharded module, or None if its input dist cannot be replaced.
+
+    Args:
+        module: the module.
+        index: index of the KeyedJaggedTensor in a batch.
+        num_ranks: number of ranks.
+        is_weighted: whether its ids have weights.
+    """
+    if isinstance(module, ShardedHistoryEmbeddingCollection):
+        return HistoryRoutes(module, index)
+    options = (
+        "_has_feature_processor",
+        "_need_pos",
+        "_keep_original_indices",
+        "_has_multiple_blocks_per_shard",
+        "zch_bucketize_row_pos",
+    )
+    if getattr(module, "_enable_feature_score_weight_accumulation", False) or not all(
+        type(x) in (TwSparseFeaturesDist, RwSparseFeaturesDist, DpSparseFeaturesDist)
+        and not any(getattr(x, option, None) for option in options)
+        for x in module._input_dists
+    ):
+        return None
+    if isinstance(module, ShardedEmbeddingCollection):
+        shardings = module._sharding_type_to_sharding.values()
+        return LookupRoutes(shardings, module._input_dists, index, num_ranks)
+    if is_weighted and module._has_mean_pooling_callback:
+        return None
+    return BagRoutes(module, index, num_ranks, is_weighted)
 
 
 class BatchExchange:
@@ -283,7 +321,7 @@ class ModelExchange:
         self, modules: Mapping[str, Any], rank: int, num_ranks: int, device: torch.device
     ) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
-        kinds = ShardedHistoryEmbeddingCollection, ShardedEmbeddingBagCollection
+        kinds = ShardedEmbeddingCollection, ShardedEmbeddingBagCollection
         self._all_modules: dict[str, Any] = {
             name: module for name, module in modules.items() if isinstance(module, kinds)
         }
@@ -319,11 +357,15 @@ class ModelExchange:
             capacities: numbers of ids, by the names of their capacities.
 
         Returns:
-            The names of the modules whose input dists are replaced: none if ranks differ.
+            The names of the modules whose input dists are replaced: none if ranks differ, or if no
+            batch was counted.
         """
         self.close()
         samples, contents = zip(*per_rank, strict=True)
-        if self._router is None or not all(samples) or any(x != contents[0] for x in contents):
+        is_counted = NUM_VALUES in capacities
+        if self._router is None or not all(samples) or not is_counted:
+            return []
+        if any(x != contents[0] for x in contents):
             return []
         lookups = [
             [first + i for i in lookup]
@@ -407,11 +449,8 @@ class ModelExchange:
             found = [i for i, y in enumerate(inputs) if x is y]
             index = found[0] if found else len(inputs)
             is_weighted = x.weights_or_none() is not None
-            if isinstance(module, ShardedHistoryEmbeddingCollection):
-                module_routes = HistoryRoutes(module, index)
-            elif BagRoutes.supports(module, is_weighted):
-                module_routes = BagRoutes(module, index, is_weighted, self._num_ranks)
-            else:
+            module_routes = _routes_of(module, index, self._num_ranks, is_weighted)
+            if module_routes is None:
                 continue
             if not found:
                 inputs.append(x)

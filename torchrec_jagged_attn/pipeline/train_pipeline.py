@@ -94,8 +94,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         num_replayed_steps: number of steps trained by the captured (on a CPU, the padded) step.
         eager_steps: number of eager steps by reason.
         num_captures: number of captures.
-        exchanges: ``"fixed"`` or ``"exact"`` for each sharded module, by name, on several ranks:
-            whether the exchange of its ids has fixed sizes, which needs no sizes sent before.
+        exchanges: ``"fixed"`` or ``"exact"`` for each sharded module, by name: whether the exchange
+            of its ids has fixed sizes, which needs no sizes sent before.
         lookups: ``"inside"`` or ``"outside"`` for each sharded module, by name: whether its lookups
             are inside the graph. They are inside for tables in GPU memory that SGD, Adagrad or
             RowWiseAdagrad trains without weight decay, but not with
@@ -217,7 +217,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
 
     def _start_exchange(self, batch: Any, context: Any, is_fixed: bool) -> None:
         """Start the exchange of the ids of a batch, with fixed or with true sizes."""
-        if batch is None or self._ranks.size == 1:
+        if batch is None:
             super().start_sparse_data_dist(batch, context)
             return
         if self._exchange is None:
@@ -307,10 +307,10 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
     def _prepare(self, at: int) -> tuple[_Step, _Agreement]:
         """Wait for the ids of a batch in the pipeline, and start to agree on its step."""
         context: Any = self.contexts[at]
-        exchange: BatchExchange | None = getattr(context, "exchange", None)
+        exchange: BatchExchange = context.exchange
         has_next = len(self.batches) == at + 2
         inputs = StepInputs(self._device.type)
-        if exchange is not None and not exchange.is_complete():
+        if not exchange.is_complete():
             step = _Step(self.batches[at], {}, {}, [], inputs, exchange)
             return step, self._ranks.start(*_StepFlags(has_next, is_complete=False))
         ids: dict[str, Ids] = {}
@@ -318,12 +318,11 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         results = {x.fqn: context.postproc_fwd_results[x.fqn] for x in self._pipelined_postprocs}
         with self._stream_context(self._data_dist_stream):  # pyright: ignore
             for name, module, fixed in self._sharded:
-                received.append(context.input_dist_tensors_requests.pop(name).wait())
+                dist_input = context.input_dist_tensors_requests.pop(name).wait()
                 module_context = context.module_contexts.pop(name)
-                if exchange is not None:
-                    received[-1] = exchange.result(name, module_context, received[-1])
-                ids[name] = ids_of(module, module_context, received[-1], fixed)
-                received.append(module_context)
+                module_ids = exchange.result(name, module_context, dist_input)
+                ids[name] = ids_of(module, module_context, module_ids, fixed)
+                received += module_ids, module_context
             step = _Step(self.batches[at], results, ids, received, inputs, exchange)
             step.read_keys(self._fixed_keys, self._captured_step and self._captured_step.read)
         if self._stream is not None:
@@ -443,13 +442,13 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         step.read_keys(self._fixed_keys, captured.read)
         self._captured_sizes = step.inputs.constants
         self._captured_num_ids = {name: step.ids[name].num_ids() for name in self._inside()}
-        if self._exchange is not None and step.exchange is not None:
-            per_rank = self._ranks.gather(step.exchange.signature)
-            group = self._input_group or self._ranks.group
-            with self._stream_context(self._data_dist_stream):  # pyright: ignore
-                fixed = self._exchange.fix(group, per_rank, captured.capacities)
-            names = [name for name, *_ in self._sharded]
-            self.exchanges = {name: "fixed" if name in fixed else "exact" for name in names}
+        per_rank = self._ranks.gather(step.exchange.signature)
+        group = self._input_group or self._ranks.group
+        assert self._exchange is not None
+        with self._stream_context(self._data_dist_stream):  # pyright: ignore
+            fixed = self._exchange.fix(group, per_rank, captured.capacities)
+        names = [name for name, *_ in self._sharded]
+        self.exchanges = {name: "fixed" if name in fixed else "exact" for name in names}
         captured.close()
         self.num_captures += 1
         self._last_steps.clear()
@@ -612,7 +611,7 @@ class _Step:
     Attributes:
         lookups: rows of sharded modules, by name, after :meth:`look_up`.
         inputs: inputs of a captured step.
-        exchange: the exchange of ids, on several ranks.
+        exchange: the exchange of ids.
     """
 
     def __init__(
@@ -622,7 +621,7 @@ class _Step:
         ids: dict[str, Ids],
         received: list[Any],
         inputs: StepInputs,
-        exchange: BatchExchange | None,
+        exchange: BatchExchange,
     ) -> None:
         self.batch, self.results, self.ids, self.inputs = batch, results, ids, inputs
         self.exchange = exchange
@@ -637,8 +636,7 @@ class _Step:
             self.inputs.add_batch(name, x, fixed_keys, read)
         for name, ids in self.ids.items():
             self.inputs.add_sizes(name, ids.counts(), ids.constants())
-        if self.exchange is not None:
-            self.inputs.counts |= self.exchange.counts()
+        self.inputs.counts |= self.exchange.counts()
 
     def record_event(self, stream: torch.cuda.Stream) -> None:
         """Record that the ids are ready when ``stream`` is here."""
@@ -712,14 +710,14 @@ class _Ranks:
 
     def gather(self, x: Any) -> list[Any]:
         """Return the objects ``x`` of all ranks."""
+        if self.size == 1:
+            return [x]
         per_rank: list[Any] = [None] * self.size
         dist.all_gather_object(per_rank, x, group=self._cpu_group)
         return per_rank
 
     def largest(self, counts: dict[str, int], names: set[str]) -> tuple[dict[str, int], set[str]]:
         """Return the largest of the ranks' counts, by name, and the union of ``names``."""
-        if self.size == 1:
-            return counts, names
         per_rank = self.gather((counts, names))
         keys = dict.fromkeys(key for x, _ in per_rank for key in x)
         largest = {key: max(x.get(key, 0) for x, _ in per_rank) for key in keys}

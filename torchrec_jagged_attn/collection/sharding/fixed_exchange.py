@@ -42,8 +42,8 @@ class _SentLayout:
     Attributes:
         capacities, splits: ids and int64 words of the message to each owner rank.
         headers: index of each message.
-        begins, strides: index of the first id of each block's message, and the distance from a
-            column to the next one.
+        begins, ends, strides: first and last index, exclusive, of the ids of each block's message,
+            and the distance from a column to the next one.
         length_index: int32 index of the lengths of all blocks.
     """
 
@@ -63,23 +63,18 @@ class _SentLayout:
         self.headers = constant(begins[:-1])
         self.begins = constant([begins[owner] + sizes[owner][0] for owner in owners])
         self.strides = constant([self.capacities[owner] for owner in owners])
-        self._owners = constant(owners)
-        self._is_before = self._owners < constant([*ranks])[:, None]
+        self.ends = self.begins + self.strides
+        self._first_of_owner = constant([owners.index(owner) for owner in owners])
         index = [
             2 * (begins[owner] + 1) + owners[:i].count(owner) * num_samples
             for i, owner in enumerate(owners)
         ]
         self.length_index = _ranges(index, [num_samples] * len(owners)).to(router.device)
 
-    def ids_before(self, block_lengths: Tensor) -> Tensor:
-        """Return the number of ids sent to ranks before each owner rank, ``[ranks]``."""
-        return (self._is_before * block_lengths.sum(1)).sum(1)
-
-    def id_begins(self, block_lengths: Tensor) -> Tensor:
-        """Return the index of the first id of each block and sample, ``[blocks, B]``."""
-        lengths = block_lengths.flatten()
-        begins = (lengths.cumsum(0, dtype=torch.int64) - lengths).view(block_lengths.shape)
-        return begins + (self.begins - self.ids_before(block_lengths)[self._owners])[:, None]
+    def id_begins(self, counts: Tensor) -> Tensor:
+        """Return the index of the first id of each block, which has ``counts`` ids."""
+        begins = counts.cumsum(0) - counts
+        return self.begins + begins - begins[self._first_of_owner]
 
 
 class _ReceivedLayout:
@@ -244,39 +239,45 @@ class FixedExchange:
         """Send the ids of a batch."""
         sent_to, received_from = self._sent, self.received
         batch = self.router.read(joined)
-        message = batch.values.new_empty(sum(sent_to.splits))
-        block_lengths, order = self._pack(batch, message)
+        message = batch.ids.new_empty(sum(sent_to.splits))
+        block_lengths, counts, order = self._pack(batch, message)
         message.view(torch.int32)[sent_to.length_index] = block_lengths.flatten()
         message[sent_to.headers] = torch.where(batch.is_valid, self._num_samples, -1)
-        received = message.new_empty(sum(received_from.splits))
-        dist.all_to_all_single(
-            received, message, received_from.splits, sent_to.splits, group=self.group
-        )
-        return self._unpack(SentIds(batch.lengths, block_lengths.sum(1), order), received)
+        received = message
+        if self.router.num_ranks > 1:
+            received = message.new_empty(sum(received_from.splits))
+            splits = received_from.splits, sent_to.splits
+            dist.all_to_all_single(received, message, *splits, group=self.group)
+        return self._unpack(SentIds(batch.lengths, counts, order), received)
 
-    def _pack(self, batch: BatchIds, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the ids into ``message``, and return ``block_lengths`` and ``order``."""
+    def _pack(self, batch: BatchIds, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the ids into ``message``, and return the lengths of blocks, their numbers of ids,
+        and ``SortedIds.order``.
+        """
         router, layout = self.router, self._sent
         if implementation(message.device)[0] == "reference":
             ids = router.sort(batch)
-            begins = layout.ids_before(ids.block_lengths).tolist()
+            counts = ids.block_lengths.sum(1)
+            per_owner = [*router.counts(counts.tolist()).values()]
             messages = message.split(layout.splits)
-            for part, begin, count in zip(messages, begins, layout.capacities, strict=True):
-                payload = part[part.numel() - count * len(ids.columns) :]
-                payload = payload.view(len(ids.columns), count)
-                for to, column in zip(payload, ids.columns, strict=True):
-                    sent = column[begin : begin + count]
-                    to[: sent.numel()] = sent
-            return ids.block_lengths, ids.order
+            for i, column in enumerate(reversed(ids.columns), 1):
+                for part, size, sent in zip(
+                    messages, layout.capacities, column.split(per_owner), strict=True
+                ):
+                    begin = part.numel() - i * size
+                    part[begin : begin + min(size, sent.numel())] = sent[:size]
+            return ids.block_lengths, counts, ids.order
         block_lengths = kernels.count_owners(router, batch)
-        begins, ends = layout.id_begins(block_lengths), layout.begins + layout.strides
-        args = begins, ends, layout.strides, message, sum(layout.capacities)
-        return block_lengths, kernels.pack_ids(router, batch, block_lengths, *args)
+        counts = block_lengths.sum(1)
+        places = layout.id_begins(counts), layout.ends, layout.strides
+        blocks = router.blocks_at(block_lengths, counts, *places)
+        order = kernels.pack_ids(router, batch, blocks, message, sum(layout.capacities))
+        return block_lengths, counts, order
 
     def _unpack(self, sent: SentIds, received: Tensor) -> _Results:
         """Put received ids into the order of lookups, routes, source ranks and samples."""
         layout = self.received
-        lengths = received.view(torch.int32)[layout.length_index]
+        lengths = received.view(torch.int32)[layout.length_index].to(sent.lengths.dtype)
         ends = layout.id_ends(lengths)
         counts = ends.diff(prepend=ends.new_zeros(1))
         begins = layout.id_begins(counts)
@@ -372,6 +373,11 @@ class ExchangedIds:
     @property
     def samples_per_rank(self) -> list[int]:
         return self._exchange.samples_per_rank
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of this rank."""
+        return self._sent_ids.lengths.shape[1]
 
     @functools.cached_property
     def _headers(self) -> list[int]:

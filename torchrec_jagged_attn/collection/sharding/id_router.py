@@ -51,15 +51,25 @@ class JoinedIds(NamedTuple):
 class BatchIds(NamedTuple):
     """The ids of a batch, by route and sample."""
 
-    values: Tensor  # [N]
+    ids: Tensor  # [N] int64, and timestamps
     weights: Tensor | None  # [N] int32, the bits of fp32 numbers
     lengths: Tensor  # [routes, B]
-    begins: Tensor  # [routes, B] int64, where the ids of a sample begin in ``values``
+    begins: Tensor  # [routes, B] int64, where the ids of a sample begin in ``ids``
     # For ages, where its timestamps begin, and the time to which they are relative.
     time_begins: Tensor | None  # [routes, B] int64
     references: Tensor | None  # [routes, B] int64
     # [] bool, whether it is sent, there is one timestamp for each id, and one request time
     is_valid: Tensor
+
+
+class RouteTensors(NamedTuple):
+    """Numbers of routes on the device."""
+
+    id_mask: Tensor  # [routes] int64, bits of valid ids
+    num_owners: Tensor  # [routes] int64, number of ranks that the table is divided between
+    rows_per_owner: Tensor  # [routes] int64
+    has_ages: Tensor  # [routes] bool
+    block_index: Tensor  # [routes, ranks] int64, index of each shard's block
 
 
 class SortedIds(NamedTuple):
@@ -108,16 +118,12 @@ class IdRouter:
         for i, (owner, route) in enumerate(self.blocks):
             owners = [rank] if routes[route].is_replicated else routes[route].owners
             block_index[route, owners.index(owner)] = i
-        self.block_index = block_index.to(device)  # [routes, shards], -1 for no block
-        has_one_owner = [len(route.owners) == 1 or route.is_replicated for route in routes]
-        rows = zip(has_one_owner, routes, strict=True)
-        rows_per_owner = [INT64_MAX if one else route.rows_per_owner for one, route in rows]
-        self.rows_per_owner = torch.tensor(rows_per_owner, device=device)
+        num_owners = [1 if route.is_replicated else len(route.owners) for route in routes]
         # FBGEMM would take -1 for a pruned row of a history, and not check its bounds. TorchRec
         # permits such ids in pooled features.
         is_pooled = [route.history is None and route.group is None for route in routes]
-        masks = zip(has_one_owner, is_pooled, strict=True)
-        self.id_mask = torch.tensor([-1 if x and y else MAX_ID for x, y in masks], device=device)
+        masks = zip(num_owners, is_pooled, strict=True)
+        id_mask = [-1 if n == 1 and pooled else MAX_ID for n, pooled in masks]
         groups = dict.fromkeys(route.group for route in routes)
         is_in_group = torch.tensor(
             [[routes[route].group == group for _, route in self.blocks] for group in groups]
@@ -141,7 +147,13 @@ class IdRouter:
         self._times = features(times)
         requests = [(x.request_time or None) if x else None for x in with_ages]
         self._requests = features(requests)
-        self.has_ages = torch.tensor([x is not None for x in with_ages], device=device)
+        self.tensors = RouteTensors(
+            torch.tensor(id_mask, device=device),
+            torch.tensor(num_owners, device=device),
+            torch.tensor([max(route.rows_per_owner, 1) for route in routes], device=device),
+            torch.tensor([x is not None for x in with_ages], device=device),
+            block_index.to(device),
+        )
         self._has_request = torch.tensor([x is not None for x in requests], device=device)
 
     def routes_to(self, source: int, owner: int) -> list[int]:
@@ -218,11 +230,11 @@ class IdRouter:
         num_blocks, num_samples = len(self.blocks), batch.lengths.shape[1]
         if implementation(self.device)[0] != "reference":
             block_lengths = kernels.count_owners(self, batch)
-            begins = block_lengths.flatten().cumsum(0, dtype=torch.int64) - block_lengths.flatten()
-            columns = batch.values.new_empty(len(self.columns), size)
-            end = batch.values.new_full((num_blocks,), size)
-            args = block_lengths, begins, end, end, columns, size
-            order = kernels.pack_ids(self, batch, *args)
+            counts = block_lengths.sum(1)
+            end = torch.full_like(counts, size)
+            blocks = self.blocks_at(block_lengths, counts, counts.cumsum(0) - counts, end, end)
+            columns = batch.ids.new_empty(len(self.columns), size)
+            order = kernels.pack_ids(self, batch, blocks, columns, size)
             return SortedIds([*columns.unbind()], block_lengths, order)
         lengths = batch.lengths.flatten().long()
         # [N], the index of each id's route and sample: route * num_samples + sample
@@ -232,12 +244,13 @@ class IdRouter:
         in_segment = index - (ends - lengths)[segment]
         route = segment // num_samples
         source = batch.begins.flatten()[segment] + in_segment
-        ids = batch.values[source] & self.id_mask[route]
-        rows_per_owner = self.rows_per_owner[route]
-        shard = torch.div(ids, rows_per_owner, rounding_mode="trunc")
-        shard.clamp_(max=self.num_ranks - 1)
+        ids = batch.ids[source] & self.tensors.id_mask[route]
+        rows_per_owner = self.tensors.rows_per_owner[route]
+        shard = torch.div(ids, rows_per_owner, rounding_mode="floor").clamp_(min=0)
+        shard = torch.minimum(shard, self.tensors.num_owners[route] - 1)
         ids -= shard * rows_per_owner
-        key = self.block_index[route, shard] * num_samples + (segment - route * num_samples)
+        block = self.tensors.block_index[route, shard]
+        key = block * num_samples + (segment - route * num_samples)
         sorted_key, order = key.sort(stable=True)
         ends_of_blocks = torch.searchsorted(
             sorted_key, torch.arange(num_blocks * num_samples + 1, device=self.device)
@@ -248,27 +261,38 @@ class IdRouter:
             columns.append(index - ends[segment])
         if batch.time_begins is not None and batch.references is not None:
             at = batch.time_begins.flatten()[segment] + in_segment
-            times = batch.values[at.clamp_(max=batch.values.numel() - 1)]
+            times = batch.ids[at.clamp_(max=batch.ids.numel() - 1)]
             ages = ages_at(batch.references.flatten()[segment], times)
-            columns.append(ages * self.has_ages[route])
+            columns.append(ages * self.tensors.has_ages[route])
         if batch.weights is not None:
             columns.append(batch.weights[source].long())
-        shift = (self.row_begins(block_lengths) - ends_of_blocks[:-1])[sorted_key]
+        rows = self.row_begins(block_lengths.sum(1))[:, None]
+        rows = rows + block_lengths.cumsum(1) - block_lengths
+        shift = (rows.flatten() - ends_of_blocks[:-1])[sorted_key]
         return SortedIds(
             [x[order] for x in columns],
             block_lengths,
             torch.empty_like(order).scatter_(0, order, index + shift),
         )
 
-    def row_begins(self, block_lengths: Tensor) -> Tensor:
-        """Return where the rows of each block and sample begin among the rows of the block's group,
-        in the order in which owner ranks send them back, ``[blocks * B]``.
+    def blocks_at(
+        self, block_lengths: Tensor, counts: Tensor, begins: Tensor, ends: Tensor, strides: Tensor
+    ) -> kernels.Blocks:
+        """Return where ids are written, from the ``[blocks, B]`` lengths and ``[blocks]`` numbers
+        of ids of blocks, and from where blocks begin and end in a message.
         """
-        counts = block_lengths.sum(1)
-        group_counts = self._is_in_group * counts  # [groups, blocks]
-        begins = ((group_counts.cumsum(1) - group_counts) * self._is_in_group).sum(0)
         in_block = block_lengths.cumsum(1) - block_lengths
-        return (begins[:, None] + in_block).flatten()
+        return kernels.Blocks(in_block, self.row_begins(counts), begins, ends, strides)
+
+    def row_begins(self, counts: Tensor) -> Tensor:
+        """Return where the rows of each block begin among the rows of the block's group, in the
+        order in which owner ranks send them back, ``[blocks]``.
+
+        Args:
+            counts: number of ids of each block, ``[blocks]``.
+        """
+        group_counts = self._is_in_group * counts  # [groups, blocks]
+        return ((group_counts.cumsum(1) - group_counts) * self._is_in_group).sum(0)
 
     def counts(self, block_counts: Sequence[int]) -> dict[str, int]:
         """Return the numbers of ids sent to each rank, by the names of their capacities."""

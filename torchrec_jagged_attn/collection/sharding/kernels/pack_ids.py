@@ -1,9 +1,10 @@
 """Kernels that pack the ids of a batch into messages to owner ranks, and unpack received ones.
 
-``count_owners`` and ``pack_ids`` have one program for the ids of each route and sample. For each
-rank that stores rows of the table, it passes over the ids again, which remain in the cache:
-``count_owners`` counts the ids of the rank. From cumulative sums of these counts, ``pack_ids`` gets
-the positions of its ids in the message, and writes them in their order. So ids need not be sorted.
+``count_owners`` and ``pack_ids`` have one program for some samples of a route, whose ids are
+contiguous. For each rank that stores rows of the table, it passes over the ids again, which remain
+in the cache: ``count_owners`` counts the ids of the rank. From cumulative sums of these counts,
+``pack_ids`` gets the positions of its ids in the message, and writes them in their order. So ids
+need not be sorted. Ids of a table on one rank are not counted.
 
 With N ids of 8 bytes and C numbers that are sent for each, they must read 16·N bytes and write
 8·(C + 1)·N, and ``unpack_ids`` must read and write 8·C·N.
@@ -11,7 +12,7 @@ With N ids of 8 bytes and C numbers that are sent for each, they must read 16·N
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -23,132 +24,155 @@ from torchrec_jagged_attn.ops.launch import Launcher
 if TYPE_CHECKING:
     from torchrec_jagged_attn.collection.sharding.id_router import BatchIds, IdRouter
 
-BLOCK, UNPACK_BLOCK = 256, 1024
-NUM_CHUNKS = 32
+COUNT_BLOCK, PACK_BLOCK, UNPACK_BLOCK = 256, 256, 1024
+NUM_PROGRAMS, MAX_SAMPLES = 512, 64
+"""Programs for the ids of one route, unless they would have more samples each."""
+NUM_CHUNKS = 128
 """Programs that unpack the ids of one route and source rank."""
 
 
+class Blocks(NamedTuple):
+    """Where the ids of blocks are written. A block is a route to one owner rank."""
+
+    in_block: Tensor  # [blocks, B] int64, number of ids of the block before each sample
+    rows: Tensor  # [blocks] int64, see IdRouter.row_begins
+    begins: Tensor  # [blocks] int64, where the ids begin in the message
+    ends: Tensor  # [blocks] int64, where the space for ids ends; further ids are not written
+    strides: Tensor  # [blocks] int64, from a number of an id to the next one
+
+
 @triton.jit
-def _load_ids(values_ptr, n, length, id_mask, rows_per_owner, NUM_RANKS: tl.constexpr):
-    """Return ids ``n``, and which of the table's shards contains each, or -1 behind ``length``."""
-    ids = tl.load(values_ptr + n, mask=n < length, other=0) & id_mask
-    # A quotient of negative numbers would be rounded differently in the interpreter.
-    shard = tl.where(ids < rows_per_owner, 0, ids // rows_per_owner)
-    shard = tl.minimum(shard, NUM_RANKS - 1)
-    return ids, tl.where(n < length, shard, -1)
+def _is_in_shard(ids, shard, num_shards, rows_per_owner):
+    """Return which ids are in a shard. The first and the last have all ids that are too small or
+    too large, too.
+    """
+    first = tl.where(shard == 0, -0x8000000000000000, shard * rows_per_owner)
+    last = tl.where(shard == num_shards - 1, 0x7FFFFFFFFFFFFFFF, (shard + 1) * rows_per_owner - 1)
+    return (ids >= first) & (ids <= last)
+
+
+@triton.jit
+def _find_sample(begins_ptr, index, first, num_samples, NUM_SAMPLES: tl.constexpr):
+    """Return which of ``NUM_SAMPLES`` samples, a power of two, contains each id."""
+    sample = first + tl.zeros_like(index)
+    for i in tl.static_range(6):
+        if NUM_SAMPLES >= 2 << i:
+            step = NUM_SAMPLES >> (i + 1)
+            is_sample = sample + step < num_samples
+            begin = tl.load(begins_ptr + sample + step, mask=is_sample, other=0)
+            sample += tl.where(is_sample & (begin <= index), step, 0)
+    return sample
 
 
 @triton.jit(do_not_specialize=["num_samples"])
 def _count_owners_kernel(
-    values_ptr,  # [N]
-    begins_ptr,  # [routes, B]
-    lengths_ptr,  # [routes, B]
-    id_mask_ptr,  # [routes]
-    rows_per_owner_ptr,  # [routes]
-    block_index_ptr,  # [routes, NUM_RANKS], -1 if there is no such shard
+    batch,  # BatchIds
+    routes,  # RouteTensors
     block_lengths_ptr,  # [blocks, B] int32
     num_samples,
     NUM_RANKS: tl.constexpr,
+    NUM_SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the ids of one route and sample in each shard."""
-    segment = tl.program_id(0).to(tl.int64)
-    route = segment // num_samples
-    sample = segment % num_samples
-    length = tl.load(lengths_ptr + segment).to(tl.int32)
-    values_ptr += tl.load(begins_ptr + segment)
-    id_mask = tl.load(id_mask_ptr + route)
-    rows_per_owner = tl.load(rows_per_owner_ptr + route)
-    i = tl.arange(0, BLOCK)
-    for shard in range(NUM_RANKS):
-        block = tl.load(block_index_ptr + route * NUM_RANKS + shard)
-        if block >= 0:
-            counts = tl.zeros([BLOCK], tl.int32)
-            for start in range(0, length, BLOCK):
-                _, shards = _load_ids(
-                    values_ptr, start + i, length, id_mask, rows_per_owner, NUM_RANKS
-                )
-                counts += (shards == shard).to(tl.int32)
-            tl.store(block_lengths_ptr + block * num_samples + sample, tl.sum(counts, 0))
+    """Count the ids of some samples of one route in each shard."""
+    route = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * NUM_SAMPLES
+    begins_ptr = batch.begins + route * num_samples
+    lengths_ptr = batch.lengths + route * num_samples
+    blocks_ptr = routes.block_index + route * NUM_RANKS
+    num_shards = tl.load(routes.num_owners + route)
+    if num_shards == 1:
+        samples = first + tl.arange(0, NUM_SAMPLES)
+        lengths = tl.load(lengths_ptr + samples, mask=samples < num_samples).to(tl.int32)
+        address = block_lengths_ptr + tl.load(blocks_ptr) * num_samples + samples
+        tl.store(address, lengths, mask=samples < num_samples)
+    else:
+        id_mask = tl.load(routes.id_mask + route)
+        rows_per_owner = tl.load(routes.rows_per_owner + route)
+        i = tl.arange(0, BLOCK)
+        for sample in range(first, tl.minimum(first + NUM_SAMPLES, num_samples)):
+            length = tl.load(lengths_ptr + sample).to(tl.int32)
+            ids_ptr = batch.ids + tl.load(begins_ptr + sample)
+            for shard in range(num_shards):
+                counts = tl.zeros([BLOCK], tl.int32)
+                for start in range(0, length, BLOCK):
+                    n = start + i
+                    ids = tl.load(ids_ptr + n, mask=n < length, other=0) & id_mask
+                    is_sent = _is_in_shard(ids, shard, num_shards, rows_per_owner) & (n < length)
+                    counts += is_sent.to(tl.int32)
+                address = block_lengths_ptr + tl.load(blocks_ptr + shard) * num_samples + sample
+                tl.store(address, tl.sum(counts, 0))
 
 
 @triton.jit(do_not_specialize=["num_values", "num_samples", "size"])
 def _pack_ids_kernel(
-    values_ptr,  # [N]
-    weights_ptr,  # [N] int32, or None
-    begins_ptr,  # [routes, B]
-    lengths_ptr,  # [routes, B]
-    time_begins_ptr,  # [routes, B], or None
-    references_ptr,  # [routes, B], or None
-    has_ages_ptr,  # [routes] bool
-    id_mask_ptr,  # [routes]
-    rows_per_owner_ptr,  # [routes]
-    block_index_ptr,  # [routes, NUM_RANKS]
-    route_begins_ptr,  # [routes, B], index of the first id in `order`
-    row_begins_ptr,  # [blocks, B], see IdRouter.row_begins
-    message_begins_ptr,  # [blocks, B], where ids are written in the message
-    message_ends_ptr,  # [blocks], where the space for ids ends
-    strides_ptr,  # [blocks], from a number of an id to the next one
+    batch,  # BatchIds
+    routes,  # RouteTensors
+    blocks,  # Blocks
     message_ptr,
     order_ptr,  # [size]
+    order_begins_ptr,  # [routes], from the index of an id in the batch to its index in `order`
     num_values,
     num_samples,
     size,
     HAS_POSITIONS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    NUM_SAMPLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the ids of one route and sample, and the numbers that are sent with them."""
-    segment = tl.program_id(0).to(tl.int64)
-    route = segment // num_samples
-    sample = segment % num_samples
-    length = tl.load(lengths_ptr + segment).to(tl.int32)
-    begin = tl.load(begins_ptr + segment)
-    id_mask = tl.load(id_mask_ptr + route)
-    rows_per_owner = tl.load(rows_per_owner_ptr + route)
-    route_begin = tl.load(route_begins_ptr + segment)
+    """Write the ids of some samples of one route, and the numbers that are sent with them."""
+    route = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * NUM_SAMPLES
+    last = tl.minimum(first + NUM_SAMPLES, num_samples) - 1
+    begins_ptr = batch.begins + route * num_samples
+    lengths_ptr = batch.lengths + route * num_samples
+    begin = tl.load(begins_ptr + first)
+    length = tl.load(begins_ptr + last) + tl.load(lengths_ptr + last) - begin
+    id_mask = tl.load(routes.id_mask + route)
+    rows_per_owner = tl.load(routes.rows_per_owner + route)
+    order_begin = tl.load(order_begins_ptr + route) + begin
+    num_shards = tl.load(routes.num_owners + route)
     i = tl.arange(0, BLOCK)
-    for shard in range(NUM_RANKS):
-        block = tl.load(block_index_ptr + route * NUM_RANKS + shard)
-        if block >= 0:
-            row = tl.load(row_begins_ptr + block * num_samples + sample)
-            out = tl.load(message_begins_ptr + block * num_samples + sample)
-            end = tl.load(message_ends_ptr + block)
-            stride = tl.load(strides_ptr + block)
-            for start in range(0, length, BLOCK):
-                n = start + i
-                ids, shards = _load_ids(
-                    values_ptr + begin, n, length, id_mask, rows_per_owner, NUM_RANKS
-                )
-                is_sent = shards == shard
-                at = tl.cumsum(is_sent.to(tl.int32), 0) - 1
-                index = out + at
-                fits = is_sent & (index < end)
-                address = message_ptr + index
-                tl.store(address, ids - shard * rows_per_owner, mask=fits)
-                if HAS_POSITIONS:
-                    address += stride
-                    tl.store(address, (n - length).to(tl.int64), mask=fits)
-                if time_begins_ptr is not None:
-                    address += stride
-                    time_index = tl.load(time_begins_ptr + segment) + n
-                    has_ages = tl.load(has_ages_ptr + route)
-                    has_time = fits & has_ages & (time_index < num_values)
-                    times = tl.load(values_ptr + time_index, mask=has_time, other=0)
-                    reference = tl.load(references_ptr + segment)
-                    ages = reference - times
-                    ages = tl.where(ages < 0, 0x7FFFFFFFFFFFFFFF, ages)
-                    ages = tl.where((times > reference) | (has_ages == 0), 0, ages)
-                    tl.store(address, ages, mask=fits)
-                if weights_ptr is not None:
-                    address += stride
-                    weights = tl.load(weights_ptr + begin + n, mask=fits, other=0)
-                    tl.store(address, weights.to(tl.int64), mask=fits)
-                is_ordered = is_sent & (route_begin + n < size)
-                tl.store(order_ptr + route_begin + n, row + at, mask=is_ordered)
-                count = tl.sum(is_sent.to(tl.int32), 0)
-                out += count
-                row += count
+    for shard in range(num_shards):
+        block = tl.load(routes.block_index + route * NUM_RANKS + shard)
+        out = tl.load(blocks.begins + block)
+        end = tl.load(blocks.ends + block)
+        stride = tl.load(blocks.strides + block)
+        row = tl.load(blocks.rows + block)
+        num_sent = tl.load(blocks.in_block + block * num_samples + first)
+        for start in range(0, length, BLOCK):
+            n = start + i
+            ids = tl.load(batch.ids + begin + n, mask=n < length, other=0) & id_mask
+            is_sent = _is_in_shard(ids, shard, num_shards, rows_per_owner) & (n < length)
+            at = num_sent + tl.cumsum(is_sent.to(tl.int32), 0) - 1
+            num_sent += tl.sum(is_sent.to(tl.int32), 0)
+            is_ordered = is_sent & (order_begin + n < size)
+            tl.store(order_ptr + order_begin + n, row + at, mask=is_ordered)
+            fits = is_sent & (out + at < end)
+            address = message_ptr + out + at
+            tl.store(address, ids - shard * rows_per_owner, mask=fits)
+            sample = _find_sample(begins_ptr, begin + n, first, num_samples, NUM_SAMPLES)
+            in_sample = begin + n - tl.load(begins_ptr + sample, mask=fits, other=0)
+            if HAS_POSITIONS:
+                address += stride
+                sample_length = tl.load(lengths_ptr + sample, mask=fits, other=0)
+                tl.store(address, in_sample - sample_length, mask=fits)
+            if batch.time_begins is not None:
+                address += stride
+                has_ages = tl.load(routes.has_ages + route)
+                segment = route * num_samples + sample
+                time_index = tl.load(batch.time_begins + segment, mask=fits, other=0) + in_sample
+                has_time = fits & has_ages & (time_index < num_values)
+                times = tl.load(batch.ids + time_index, mask=has_time, other=0)
+                reference = tl.load(batch.references + segment, mask=fits, other=0)
+                ages = reference - times
+                ages = tl.where(ages < 0, 0x7FFFFFFFFFFFFFFF, ages)
+                ages = tl.where((times > reference) | (has_ages == 0), 0, ages)
+                tl.store(address, ages, mask=fits)
+            if batch.weights is not None:
+                address += stride
+                weights = tl.load(batch.weights + begin + n, mask=fits, other=0)
+                tl.store(address, weights.to(tl.int64), mask=fits)
 
 
 @triton.jit(do_not_specialize=["received_size", "size"])
@@ -185,79 +209,49 @@ _pack_ids = Launcher(_pack_ids_kernel)
 _unpack_ids = Launcher(_unpack_ids_kernel)
 
 
+def _launch(
+    kernel: Launcher, router: IdRouter, batch: BatchIds, *arguments: Any, **constants: Any
+) -> None:
+    """Launch a kernel whose programs have some samples of a route each."""
+    num_routes, num_samples = batch.lengths.shape
+    per_program = triton.next_power_of_2(triton.cdiv(num_samples, NUM_PROGRAMS))
+    per_program = min(per_program, MAX_SAMPLES)
+    constants |= {"NUM_RANKS": router.num_ranks, "NUM_SAMPLES": per_program}
+    grid = triton.cdiv(num_samples, per_program), num_routes
+    kernel(grid, (batch, router.tensors, *arguments), constants)
+
+
 def count_owners(router: IdRouter, batch: BatchIds) -> Tensor:
     """Return the number of ids of each block and sample, ``[blocks, B]`` int32."""
     num_samples = batch.lengths.shape[1]
-    block_lengths = torch.empty(
-        len(router.blocks), num_samples, dtype=torch.int32, device=router.device
-    )
-    arguments = (
-        batch.values,
-        batch.begins,
-        batch.lengths,
-        router.id_mask,
-        router.rows_per_owner,
-        router.block_index,
-        block_lengths,
-        num_samples,
-    )
-    constants = {"NUM_RANKS": router.num_ranks, "BLOCK": BLOCK, "num_warps": 1}
-    _count_owners((batch.lengths.numel(),), arguments, constants)
+    shape = len(router.blocks), num_samples
+    block_lengths = torch.empty(shape, dtype=torch.int32, device=router.device)
+    constants = {"BLOCK": COUNT_BLOCK, "num_warps": 1}
+    _launch(_count_owners, router, batch, block_lengths, num_samples, **constants)
     return block_lengths
 
 
 def pack_ids(
-    router: IdRouter,
-    batch: BatchIds,
-    block_lengths: Tensor,
-    message_begins: Tensor,
-    message_ends: Tensor,
-    strides: Tensor,
-    message: Tensor,
-    size: int,
+    router: IdRouter, batch: BatchIds, blocks: Blocks, message: Tensor, size: int
 ) -> Tensor:
     """Write ids into ``message``, and return ``SortedIds.order``, ``[size]``.
 
     Args:
-        block_lengths: of :func:`count_owners`.
-        message_begins: where the ids of each block and sample are written, ``[blocks, B]``.
-        message_ends: where the space for the ids of each block ends, ``[blocks]``.
-        strides: from a number that is sent for an id to the next number, ``[blocks]``.
-        message: ids beyond ``message_ends`` are not written.
+        router, batch: the routes, and the ids of a batch.
+        blocks: where the ids are written.
+        message: the message.
         size: number of ids, at most.
     """
-    num_samples = batch.lengths.shape[1]
-    order = batch.values.new_empty(size)
-    ends = batch.lengths.flatten().cumsum(0, dtype=torch.int64)
-    arguments = (
-        batch.values,
-        batch.weights,
-        batch.begins,
-        batch.lengths,
-        batch.time_begins,
-        batch.references,
-        router.has_ages,
-        router.id_mask,
-        router.rows_per_owner,
-        router.block_index,
-        ends - batch.lengths.flatten(),
-        router.row_begins(block_lengths),
-        message_begins,
-        message_ends,
-        strides,
-        message,
-        order,
-        batch.values.numel(),
-        num_samples,
-        size,
-    )
-    constants = {
-        "HAS_POSITIONS": "positions" in router.columns,
-        "NUM_RANKS": router.num_ranks,
-        "BLOCK": BLOCK,
-        "num_warps": 1,
-    }
-    _pack_ids((batch.lengths.numel(),), arguments, constants)
+    order = batch.ids.new_empty(size)
+    counts = batch.lengths.sum(1)
+    order_begins = (counts.cumsum(0) - counts)[:, None] - batch.begins[:, :1]
+    numbers = batch.ids.numel(), batch.lengths.shape[1], size
+    constants = {"HAS_POSITIONS": "positions" in router.columns}
+    block = {"BLOCK": PACK_BLOCK, "num_warps": 4}
+    _launch(
+        _pack_ids, router, batch, blocks, message, order, order_begins, *numbers,
+        **constants, **block,
+    )  # fmt: skip
     return order
 
 
