@@ -174,15 +174,20 @@ def exchange_misfits(device: torch.device) -> dict[str, bool]:
     rank, num_samples = dist.get_rank(), [4, 3][: dist.get_world_size()]
     inputs = make_inputs(rank, num_samples, device=device)
     fixed = make_exchange([inputs], num_samples, device)
-    # More ids, another number of samples, and a batch that is not accepted, on the first rank.
+    # More ids, another number of samples, values that belong to no sample, and a batch that is not
+    # accepted, on the first rank.
     long = make_inputs(rank, num_samples, [8, 3], device=device)
     huge = make_inputs(rank, num_samples, [100, 3], device=device)
     smaller = make_inputs(rank, [2, 3], device=device)
+    first, *others = inputs
+    values = torch.cat([first.values(), first.values()[:1]]) if rank == 0 else first.values()
+    padded = KeyedJaggedTensor(first.keys(), values, lengths=first.lengths())
     return {
         "fits": fixed.start(inputs, True).is_complete(),
         "long": fixed.start(long, True).is_complete(),
         "huge": fixed.start(huge, True).is_complete(),
         "smaller": fixed.start(smaller, True).is_complete(),
+        "values of no sample": fixed.start([padded, *others], True).is_complete(),
         "not accepted": fixed.start(inputs, rank != 0).is_complete(),
         "fits again": all(fixed.start(inputs, True).is_complete() for _ in range(NUM_BATCHES)),
         "long again": fixed.start(long, True).is_complete(),
@@ -213,7 +218,8 @@ def test_lookups_receive_the_ids_of_torchrec(ranks: list[dict[str, Any]], case: 
     for results in ranks:
         for values, actual, lengths, actual_lengths, weights, actual_weights in results[case]:
             assert torch.equal(actual, values)
-            assert torch.equal(actual_lengths, lengths.int())
+            assert torch.equal(actual_lengths, lengths)
+            assert actual_lengths.dtype == lengths.dtype
             assert (weights is None) == (actual_weights is None)
             if weights is not None:
                 assert torch.equal(actual_weights, weights)
@@ -227,6 +233,7 @@ def test_ranks_know_whether_they_have_all_ids(ranks: list[dict[str, Any]]):
         assert misfits["accepts"]
         assert not misfits["accepts other keys"]
         assert not misfits["smaller"]
+        assert not misfits["values of no sample"]
         assert not misfits["not accepted"]
         if rank == 0:
             assert not misfits["long"]

@@ -274,4 +274,5 @@ def test_traced_scripted_and_exported(
         if (
             len(logits) > 0 or tables == "fp32"
         ):  # exported lookups of int8 take no batch without ids
-            assert torch.equal(program(*batch), logits)
+            # On a GPU, a program for any number of candidates has projections in another order.
+            assert_same_run(program(*batch), logits)

@@ -184,7 +184,11 @@ class IdRouter:
             weights = _not_empty(_join(parts)).float()
         values = _not_empty(_join([x.values() for x in inputs])).long()
         lengths = _join([x.lengths() for x in inputs])
-        return JoinedIds(values, weights, lengths.view(-1, inputs[0].stride()), self._true)
+        is_sent = self._true
+        if len(inputs) > 1:  # values behind the last sample would shift the ids of the next one
+            counts = [x.lengths().sum() == x.values().numel() for x in inputs]
+            is_sent = torch.stack(counts).all()
+        return JoinedIds(values, weights, lengths.view(-1, inputs[0].stride()), is_sent)
 
     def empty(self, num_samples: int, dtype: torch.dtype) -> JoinedIds:
         """Return a batch without ids that is not sent. Lengths have the given ``dtype``."""
