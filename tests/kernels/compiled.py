@@ -230,7 +230,7 @@ def ids(is_weighted: bool = False) -> None:
     router = IdRouter([route], [["history", "times"]], [is_weighted], 0, 2, torch.device("cpu"))
     capacities = {pair_capacity(i, j): 8 for i in range(2) for j in range(2)}
     group: Any = None  # nothing is sent
-    exchange = FixedExchange(router, [[0]], group, [2, 2], capacities, 8)
+    exchange = FixedExchange(router, [[0]], group, [2, 2], capacities)
     values = torch.zeros(8, dtype=torch.int64)
     batch = KeyedJaggedTensor(
         ["history", "times"],

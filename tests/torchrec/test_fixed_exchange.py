@@ -18,7 +18,12 @@ from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
     ExchangedIds,
     FixedExchange,
 )
-from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, as_weights
+from torchrec_jagged_attn.collection.sharding.id_router import (
+    NUM_VALUES,
+    IdRouter,
+    Route,
+    as_weights,
+)
 
 NUM_IDS = 11  # rows 0 to 5 are on the first of two ranks
 NUM_BATCHES = 6
@@ -116,10 +121,10 @@ def make_exchange(
     largest = {name: max(x[name] for x in counts) for name in counts[0]}
     per_rank: list[Any] = [None] * size
     dist.all_gather_object(per_rank, largest)
-    capacities = dict(itertools.chain(*(x.items() for x in per_rank)))
+    capacities = dict(itertools.chain(*(x.items() for x in [*per_rank, largest])))
     group: Any = dist.group.WORLD
-    num_values = max(sum(x.values().numel() for x in inputs) for inputs in batches)
-    return FixedExchange(router, lookups, group, num_samples, capacities, 10 * num_values)
+    capacities[NUM_VALUES] *= 10
+    return FixedExchange(router, lookups, group, num_samples, capacities)
 
 
 def received_ids(ids: ExchangedIds, lookups: list[list[int]]) -> list[tuple]:

@@ -15,7 +15,7 @@ from torchrec_jagged_attn.collection.sharding.fixed_exchange import (
     FixedExchange,
     SentIds,
 )
-from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route
+from torchrec_jagged_attn.collection.sharding.id_router import NUM_VALUES, IdRouter, Route
 from torchrec_jagged_attn.collection.sharding.kernels import pack_ids
 from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
 
@@ -72,7 +72,7 @@ def exchange(batches: list[Any], headroom: float, device: torch.device) -> list[
     samples = [x.stride() for x in batches]
     with mock.patch.object(fixed_exchange, "_Graph"):
         exchanges = [
-            FixedExchange(router, make_routes(i)[1], group, samples, capacities, 0)
+            FixedExchange(router, make_routes(i)[1], group, samples, capacities)
             for i, router in enumerate(routers)
         ]
     messages, results = [], []
@@ -89,9 +89,9 @@ def exchange(batches: list[Any], headroom: float, device: torch.device) -> list[
             fixed._exchange(fixed.router.join([x]))
     for i, fixed in enumerate(exchanges):
         received = torch.cat([parts[i] for parts in messages])
-        ids = ExchangedIds(fixed, *fixed._unpack(sent[i], received))
+        ids = ExchangedIds(fixed, 0, *fixed._unpack(sent[i], received))
         assert ids.is_complete() == (headroom >= 1)
-        num_ids = sum(counts[i].values())
+        num_ids = sum(counts[i].values()) - counts[i][NUM_VALUES]
         results.append([sent[i].block_counts, sent[i].order[: num_ids if headroom >= 1 else 0]])
         if headroom >= 1:
             for routes in make_routes(i)[1]:

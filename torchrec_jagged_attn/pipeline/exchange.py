@@ -38,11 +38,13 @@ from torchrec_jagged_attn.collection.sharding.id_exchange import (
     one_bag_per_feature,
     owned_ids,
 )
-from torchrec_jagged_attn.collection.sharding.id_router import IdRouter, Route, as_weights
+from torchrec_jagged_attn.collection.sharding.id_router import (
+    NUM_VALUES,
+    IdRouter,
+    Route,
+    as_weights,
+)
 from torchrec_jagged_attn.collection.sharding.sharder import ShardedHistoryEmbeddingCollection
-
-NUM_VALUES = "ids of all features"
-"""Name of a capacity: the number of ids of a batch, also of features that are not exchanged."""
 
 
 class ModuleRoutes(Protocol):
@@ -286,7 +288,7 @@ class BatchExchange:
 
     def counts(self) -> dict[str, int]:
         """Return numbers of ids, by the names of their capacities."""
-        return self._counts | ({} if self._ids is None else self._ids.pair_counts())
+        return self._counts if self._ids is None else self._ids.counts()
 
     def is_complete(self) -> bool:
         """Return whether this rank has all ids of its rows. Waits for the numbers of ids."""
@@ -362,10 +364,8 @@ class ModelExchange:
         """
         self.close()
         samples, contents = zip(*per_rank, strict=True)
-        is_counted = NUM_VALUES in capacities
-        if self._router is None or not all(samples) or not is_counted:
-            return []
-        if any(x != contents[0] for x in contents):
+        is_alike = all(samples) and all(x == contents[0] for x in contents)
+        if self._router is None or not is_alike or NUM_VALUES not in capacities:
             return []
         lookups = [
             [first + i for i in lookup]
@@ -374,7 +374,7 @@ class ModelExchange:
         ]
         *_, lengths_dtype = contents[0]
         self._fixed = FixedExchange(
-            self._router, lookups, group, samples, capacities, capacities[NUM_VALUES], lengths_dtype
+            self._router, lookups, group, samples, capacities, lengths_dtype
         )
         return [*self._modules]
 
@@ -428,14 +428,10 @@ class ModelExchange:
         num_samples = inputs[0].stride() if fits else 0
         lengths_dtype = inputs[0].lengths().dtype
         signature = num_samples, (self._router.columns, [*self._modules], lengths_dtype)
-        counts: dict[str, int] = {}
-        if fits and (is_fixed or is_counted):
-            counts[NUM_VALUES] = sum(x.values().numel() for x in inputs)
         if is_fixed and self._fixed is not None:
             ids = self._fixed.start(inputs, fits)
-            return BatchExchange(signature, self._modules, counts, ids)
-        if fits and is_counted:
-            counts |= self._router.count(inputs)
+            return BatchExchange(signature, self._modules, {}, ids)
+        counts = self._router.count(inputs) if fits and is_counted else {}
         return BatchExchange(signature, self._modules, counts)
 
     def _plan(self, features: Mapping[str, Any]) -> IdRouter | None:

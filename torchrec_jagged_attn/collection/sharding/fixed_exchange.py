@@ -21,9 +21,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_jagged_attn.base.devices import implementation
 from torchrec_jagged_attn.collection.sharding.id_router import (
+    NUM_VALUES,
     BatchIds,
     IdRouter,
     JoinedIds,
+    num_values,
     pair_capacity,
 )
 from torchrec_jagged_attn.collection.sharding.kernels import pack_ids as kernels
@@ -185,8 +187,7 @@ class FixedExchange:
         lookups: routes whose ids a lookup reads, in its order, for each lookup of the model.
         group: process group of the exchange.
         samples_per_rank: samples of each rank.
-        capacities: numbers of ids, by :func:`pair_capacity`.
-        num_values: largest number of ids of a batch.
+        capacities: largest numbers of ids, by :data:`NUM_VALUES` and :func:`pair_capacity`.
         lengths_dtype: dtype of the lengths of batches.
     """
 
@@ -197,18 +198,18 @@ class FixedExchange:
         group: dist.ProcessGroup,
         samples_per_rank: Sequence[int],
         capacities: Mapping[str, int],
-        num_values: int,
         lengths_dtype: torch.dtype = torch.int64,
     ) -> None:
         self.router, self.group, self.samples_per_rank = router, group, [*samples_per_rank]
-        self.capacities, self._num_values = capacities, num_values
+        self.capacities = capacities
         self._num_samples = samples_per_rank[router.rank]
         self._sent = _SentLayout(router, samples_per_rank, capacities)
         self.received = _ReceivedLayout(router, lookups, samples_per_rank, capacities)
         self._empty = router.empty(self._num_samples, lengths_dtype)
         self._graphs: list[_Graph] = []
         if router.device.type == "cuda" and implementation(router.device)[0] == "triton":
-            self._graphs = [_Graph(self._exchange, self._empty, num_values) for _ in range(2)]
+            args = self._exchange, self._empty, capacities[NUM_VALUES]
+            self._graphs = [_Graph(*args) for _ in range(2)]
 
     def close(self) -> None:
         """Delete CUDA graphs. Results remain valid."""
@@ -225,15 +226,13 @@ class FixedExchange:
         samples or more ids, owner ranks are sent -1 as the number of samples. So all ranks replay
         their graphs in all calls, as NCCL requires.
         """
-        num_values = sum(x.values().numel() for x in inputs)
-        can_send = (
-            can_send and inputs[0].stride() == self._num_samples and num_values <= self._num_values
-        )
-        batch = self.router.join(inputs) if can_send else self._empty
+        count = num_values(inputs)
+        fits = inputs[0].stride() == self._num_samples and count <= self.capacities[NUM_VALUES]
+        batch = self.router.join(inputs) if can_send and fits else self._empty
         if not self._graphs:
-            return ExchangedIds(self, *self._exchange(batch))
+            return ExchangedIds(self, count, *self._exchange(batch))
         self._graphs.reverse()
-        return ExchangedIds(self, *self._graphs[0].replay(batch))
+        return ExchangedIds(self, count, *self._graphs[0].replay(batch))
 
     def _exchange(self, joined: JoinedIds) -> _Results:
         """Send the ids of a batch."""
@@ -356,12 +355,13 @@ class ExchangedIds:
     def __init__(
         self,
         exchange: FixedExchange,
+        num_values: int,
         sent: SentIds,
         lengths: Tensor,
         columns: Tensor,
         numbers: Tensor,
     ) -> None:
-        self._exchange, self._sent_ids = exchange, sent
+        self._exchange, self._num_values, self._sent_ids = exchange, num_values, sent
         self._lengths, self._columns = lengths, columns
         self._numbers, self._event = numbers, None
         if numbers.is_cuda:
@@ -407,13 +407,14 @@ class ExchangedIds:
             self._event.synchronize()
         return self._numbers.tolist()
 
-    def pair_counts(self) -> dict[str, int]:
-        """Return the numbers of ids sent to each rank, by the names of their capacities."""
-        return self._exchange.router.counts([*self._sent.values()])
+    def counts(self) -> dict[str, int]:
+        """Return numbers of ids of this rank's batch, by the names of their capacities."""
+        router = self._exchange.router
+        return {NUM_VALUES: self._num_values} | router.counts([*self._sent.values()])
 
     def is_complete(self) -> bool:
         """Return whether this rank received all ids of its rows, and sent all of its samples."""
-        exchange, counts = self._exchange, self.pair_counts()
+        exchange, counts = self._exchange, self.counts()
         rank = exchange.router.rank
         for segment, count in self._received.items():
             name = pair_capacity(segment.source, rank)

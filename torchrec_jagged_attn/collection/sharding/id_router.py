@@ -20,6 +20,8 @@ from torchrec_jagged_attn.collection.sharding.tables import HistoryFeature
 
 INT64_MAX = torch.iinfo(torch.int64).max
 MAX_ID = INT64_MAX // 2
+NUM_VALUES = "ids of all features"
+"""Name of a capacity: the number of ids of a batch, also of features that are not exchanged."""
 
 
 class Route(NamedTuple):
@@ -306,8 +308,16 @@ class IdRouter:
         return counts
 
     def count(self, inputs: Sequence[KeyedJaggedTensor]) -> dict[str, int]:
-        """Return :meth:`counts` of a batch. This reads from the device."""
-        return self.counts(self.sort(self.read(self.join(inputs))).block_lengths.sum(1).tolist())
+        """Return the numbers of ids of a batch, by the names of their capacities. This reads from
+        the device.
+        """
+        block_lengths = self.sort(self.read(self.join(inputs))).block_lengths
+        return {NUM_VALUES: num_values(inputs)} | self.counts(block_lengths.sum(1).tolist())
+
+
+def num_values(inputs: Sequence[KeyedJaggedTensor]) -> int:
+    """Return the number of ids of a batch, also of features that are not exchanged."""
+    return sum(x.values().numel() for x in inputs)
 
 
 def pair_capacity(source: int, owner: int) -> str:

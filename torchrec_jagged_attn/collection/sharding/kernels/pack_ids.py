@@ -56,7 +56,7 @@ def _find_sample(begins_ptr, index, first, num_samples, NUM_SAMPLES: tl.constexp
     """Return which of ``NUM_SAMPLES`` samples, a power of two, contains each id."""
     sample = first + tl.zeros_like(index)
     for i in tl.static_range(6):
-        if NUM_SAMPLES >= 2 << i:
+        if 2 << i <= NUM_SAMPLES:
             step = NUM_SAMPLES >> (i + 1)
             is_sample = sample + step < num_samples
             begin = tl.load(begins_ptr + sample + step, mask=is_sample, other=0)
