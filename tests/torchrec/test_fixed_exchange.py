@@ -124,7 +124,8 @@ def make_exchange(
     capacities = dict(itertools.chain(*(x.items() for x in [*per_rank, largest])))
     group: Any = dist.group.WORLD
     capacities[NUM_VALUES] *= 10
-    return FixedExchange(router, lookups, group, num_samples, capacities)
+    dtype = batches[0][0].lengths().dtype
+    return FixedExchange(router, lookups, group, num_samples, capacities, dtype)
 
 
 def received_ids(ids: ExchangedIds, lookups: list[list[int]]) -> list[tuple]:

@@ -104,7 +104,7 @@ def exchange(batches: list[Any], headroom: float, device: torch.device) -> list[
 @pytest.mark.parametrize(("max_length", "dtype"), [(5, torch.int32), (0, torch.int64)])
 def test_kernels_equal_operations(headroom, max_length, dtype, kernel_device, monkeypatch):
     sizes = {"COUNT_BLOCK": 4, "PACK_BLOCK": 4, "UNPACK_BLOCK": 8, "NUM_CHUNKS": 2}
-    for name, size in (sizes | {"NUM_PROGRAMS": 2, "MAX_SAMPLES": 2}).items():
+    for name, size in (sizes | {"NUM_PROGRAMS": 1, "MAX_SAMPLES": 4}).items():
         monkeypatch.setattr(pack_ids, name, size)
     batches = [make_batch(rank, kernel_device, max_length, dtype) for rank in RANKS]
     actual = exchange(batches, headroom, kernel_device)

@@ -139,7 +139,7 @@ class HistoryRoutes:
 
 
 class LookupRoutes:
-    """Routes of an EmbeddingCollection that sends no rows to other ranks."""
+    """Routes of lookups of TorchRec."""
 
     def __init__(
         self,
@@ -425,9 +425,10 @@ class ModelExchange:
             and all(features[name] is inputs[i] for name, i in self._inputs.items())
             and self._router.accepts(inputs)
         )
-        num_samples = inputs[0].stride() if fits else 0
-        lengths_dtype = inputs[0].lengths().dtype
-        signature = num_samples, (self._router.columns, [*self._modules], lengths_dtype)
+        signature: tuple[int, Any] = 0, None
+        if fits:
+            contents = self._router.columns, [*self._modules], inputs[0].lengths().dtype
+            signature = inputs[0].stride(), contents
         if is_fixed and self._fixed is not None:
             ids = self._fixed.start(inputs, fits)
             return BatchExchange(signature, self._modules, {}, ids)

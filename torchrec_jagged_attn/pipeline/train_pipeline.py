@@ -274,13 +274,16 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         step, agreement = prepared
         if not _StepFlags(*agreement.wait()).is_complete:
             step, agreement = self._prepare_exactly()
+            self._note(step)
         flags = _StepFlags(*agreement.wait())
         can_capture = flags.can_capture and self._model.training  # which may have changed
         if self._stream is not None:
             step.wait(torch.cuda.current_stream())
         (is_unchanged,) = self._is_unchanged.wait()
         if can_capture and is_unchanged and flags.fits:
-            return self._replay(step) if self._is_verified else self._verify(step)
+            self._last_steps.append(not flags.fits_exchange)
+            if flags.fits_exchange or not self._is_frequent(True, False):
+                return self._replay(step) if self._is_verified else self._verify(step)
         if not can_capture:
             reason = self._why_eager(step) or "another rank cannot capture its batch"
         elif self._num_warm_up_steps < WARM_UP_STEPS:
@@ -335,6 +338,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             is_capacity=reason is None or is_capacity,
             is_repeated=reason is None
             or difference(step.inputs.constants, self._last_sizes) is None,
+            fits_exchange=exchange.is_fixed or self._exceeded(exchange.counts()) is None,
         )
         return step, self._ranks.start(*flags)
 
@@ -354,11 +358,13 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         for name, number in self._captured_num_ids.items():
             if step.ids[name].num_ids() != number:
                 return f"another number of ids of {name}", True
-        capacities = self._captured_step.capacities
-        for name, count in step.inputs.counts.items():
-            if count > capacities[name]:
-                return f"more rows of {name} than the capacity", True
-        return None, True
+        name = self._exceeded(step.inputs.counts)
+        return name and f"more rows of {name} than the capacity", True
+
+    def _exceeded(self, counts: dict[str, int]) -> str | None:
+        """Return the name of a capacity of the captured step that ``counts`` exceed, or None."""
+        capacities = {} if self._captured_step is None else self._captured_step.capacities
+        return next((x for x, count in counts.items() if count > capacities.get(x, count)), None)
 
     def _inside(self) -> list[str]:
         """Return the names of modules whose lookups are inside the graph."""
@@ -404,8 +410,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return f": got {got}, captured {captured}; with drop_last=True batches have one size"
 
     def _note(self, step: _Step) -> None:
-        """Update the largest numbers of rows."""
-        for name, count in step.inputs.counts.items():
+        """Update the largest numbers of rows and ids."""
+        for name, count in (step.inputs.counts | step.exchange.counts()).items():
             self._counts[name] = max(self._counts.get(name, 0), count)
         for name, ids in step.ids.items():
             number = ids.num_ids()
@@ -416,7 +422,6 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         assert self._captured_step is not None
         self.num_replayed_steps += 1
         self._num_repeated = 0
-        self._last_steps.append(False)
         step.look_up(self._inside())
         losses, outputs, self._backward_of_replay = self._captured_step.train(step.inputs)
         return losses, outputs
@@ -603,6 +608,7 @@ class _StepFlags(NamedTuple):
     fits: bool = False  # whether the batch fits the captured step
     is_capacity: bool = True  # whether it fits, or only exceeds a capacity
     is_repeated: bool = False  # whether it fits, or has the sizes of the last eager step
+    fits_exchange: bool = True  # whether its ids do not exceed the capacities of their exchange
 
 
 class _Step:
@@ -636,7 +642,6 @@ class _Step:
             self.inputs.add_batch(name, x, fixed_keys, read)
         for name, ids in self.ids.items():
             self.inputs.add_sizes(name, ids.counts(), ids.constants())
-        self.inputs.counts |= self.exchange.counts()
 
     def record_event(self, stream: torch.cuda.Stream) -> None:
         """Record that the ids are ready when ``stream`` is here."""

@@ -223,19 +223,20 @@ class FixedExchange:
         the result of the last but one.
 
         If not ``can_send``, because the router does not accept the batch, or with another number of
-        samples or more ids, owner ranks are sent -1 as the number of samples. So all ranks replay
-        their graphs in all calls, as NCCL requires.
+        samples, more ids, or ids of no sample, owner ranks are sent -1 as the number of samples. So
+        all ranks replay their graphs in all calls, as NCCL requires.
         """
-        count = num_values(inputs)
-        fits = inputs[0].stride() == self._num_samples and count <= self.capacities[NUM_VALUES]
-        batch = self.router.join(inputs) if can_send and fits else self._empty
+        count = num_values(inputs) if can_send else 0
+        can_send = can_send and inputs[0].stride() == self._num_samples
+        fits = can_send and count <= self.capacities[NUM_VALUES]
+        batch = self.router.join(inputs) if fits else self._empty
         if not self._graphs:
             return ExchangedIds(self, count, *self._exchange(batch))
         self._graphs.reverse()
         return ExchangedIds(self, count, *self._graphs[0].replay(batch))
 
     def _exchange(self, joined: JoinedIds) -> _Results:
-        """Send the ids of a batch."""
+        """Send the ids of a batch, if there are several ranks, and order received ones."""
         sent_to, received_from = self._sent, self.received
         batch = self.router.read(joined)
         message = batch.ids.new_empty(sum(sent_to.splits))

@@ -65,13 +65,13 @@ class BatchIds(NamedTuple):
 
 
 class RouteTensors(NamedTuple):
-    """Numbers of routes on the device."""
+    """Properties of each route, on the device."""
 
     id_mask: Tensor  # [routes] int64, bits of valid ids
     num_owners: Tensor  # [routes] int64, number of ranks that the table is divided between
     rows_per_owner: Tensor  # [routes] int64
     has_ages: Tensor  # [routes] bool
-    block_index: Tensor  # [routes, ranks] int64, index of each shard's block
+    block_index: Tensor  # [routes, ranks] int64, index of each shard's block, -1 if there is none
 
 
 class SortedIds(NamedTuple):
@@ -121,11 +121,11 @@ class IdRouter:
             owners = [rank] if routes[route].is_replicated else routes[route].owners
             block_index[route, owners.index(owner)] = i
         num_owners = [1 if route.is_replicated else len(route.owners) for route in routes]
-        # FBGEMM would take -1 for a pruned row of a history, and not check its bounds. TorchRec
-        # permits such ids in pooled features.
-        is_pooled = [route.history is None and route.group is None for route in routes]
-        masks = zip(num_owners, is_pooled, strict=True)
-        id_mask = [-1 if n == 1 and pooled else MAX_ID for n, pooled in masks]
+        # FBGEMM would take -1 for a pruned row, and not check its bounds. TorchRec's own lookups
+        # are given such ids by TorchRec, too.
+        is_torchrecs = [route.history is None and route.group is None for route in routes]
+        masks = zip(num_owners, is_torchrecs, strict=True)
+        id_mask = [-1 if n == 1 and own else MAX_ID for n, own in masks]
         groups = dict.fromkeys(route.group for route in routes)
         is_in_group = torch.tensor(
             [[routes[route].group == group for _, route in self.blocks] for group in groups]
@@ -308,10 +308,17 @@ class IdRouter:
         return counts
 
     def count(self, inputs: Sequence[KeyedJaggedTensor]) -> dict[str, int]:
-        """Return the numbers of ids of a batch, by the names of their capacities. This reads from
-        the device.
+        """Return the numbers of ids of a batch, by the names of their capacities, or nothing if it
+        cannot be sent. This reads from the device.
         """
-        block_lengths = self.sort(self.read(self.join(inputs))).block_lengths
+        joined = self.join(inputs)
+        if not joined.is_sent:
+            return {}
+        batch = self.read(joined)
+        if implementation(self.device)[0] == "reference":
+            block_lengths = self.sort(batch).block_lengths
+        else:
+            block_lengths = kernels.count_owners(self, batch)
         return {NUM_VALUES: num_values(inputs)} | self.counts(block_lengths.sum(1).tolist())
 
 

@@ -6,8 +6,8 @@ in the cache: ``count_owners`` counts the ids of the rank. From cumulative sums 
 ``pack_ids`` gets the positions of its ids in the message, and writes them in their order. So ids
 need not be sorted. Ids of a table on one rank are not counted.
 
-With N ids of 8 bytes and C numbers that are sent for each, they must read 16·N bytes and write
-8·(C + 1)·N, and ``unpack_ids`` must read and write 8·C·N.
+With N ids of 8 bytes and C numbers that are sent for each, they must read 16·N bytes (8·N of tables
+on one rank) and write 8·(C + 1)·N, and ``unpack_ids`` must read and write 8·C·N.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 COUNT_BLOCK, PACK_BLOCK, UNPACK_BLOCK = 256, 256, 1024
 NUM_PROGRAMS, MAX_SAMPLES = 512, 64
-"""Programs for the ids of one route, unless they would have more samples each."""
+"""Programs for the ids of one route, and the largest number of samples of each, by which there may
+be more programs; at most 64, see ``_find_sample``."""
 NUM_CHUNKS = 128
 """Programs that unpack the ids of one route and source rank."""
 
@@ -53,7 +54,7 @@ def _is_in_shard(ids, shard, num_shards, rows_per_owner):
 
 @triton.jit
 def _find_sample(begins_ptr, index, first, num_samples, NUM_SAMPLES: tl.constexpr):
-    """Return which of ``NUM_SAMPLES`` samples, a power of two, contains each id."""
+    """Return which of ``NUM_SAMPLES`` samples, a power of two up to 64, contains each id."""
     sample = first + tl.zeros_like(index)
     for i in tl.static_range(6):
         if 2 << i <= NUM_SAMPLES:
@@ -245,13 +246,10 @@ def pack_ids(
     order = batch.ids.new_empty(size)
     counts = batch.lengths.sum(1)
     order_begins = (counts.cumsum(0) - counts)[:, None] - batch.begins[:, :1]
+    tensors = blocks, message, order, order_begins
     numbers = batch.ids.numel(), batch.lengths.shape[1], size
-    constants = {"HAS_POSITIONS": "positions" in router.columns}
-    block = {"BLOCK": PACK_BLOCK, "num_warps": 4}
-    _launch(
-        _pack_ids, router, batch, blocks, message, order, order_begins, *numbers,
-        **constants, **block,
-    )  # fmt: skip
+    constants = {"HAS_POSITIONS": "positions" in router.columns, "BLOCK": PACK_BLOCK}
+    _launch(_pack_ids, router, batch, *tensors, *numbers, **constants, num_warps=4)
     return order
 
 
