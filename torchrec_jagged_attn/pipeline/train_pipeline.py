@@ -282,7 +282,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         (is_unchanged,) = self._is_unchanged.wait()
         if can_capture and is_unchanged and flags.fits:
             self._last_steps.append(not flags.fits_exchange)
-            if flags.fits_exchange or not self._is_frequent(True, False):
+            if flags.fits_exchange or not self._is_frequent(is_capacity=True, is_repeated=False):
                 return self._replay(step) if self._is_verified else self._verify(step)
         if not can_capture:
             reason = self._why_eager(step) or "another rank cannot capture its batch"

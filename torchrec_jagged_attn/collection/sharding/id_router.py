@@ -71,7 +71,7 @@ class RouteTensors(NamedTuple):
     num_owners: Tensor  # [routes] int64, number of ranks that the table is divided between
     rows_per_owner: Tensor  # [routes] int64
     has_ages: Tensor  # [routes] bool
-    block_index: Tensor  # [routes, ranks] int64, index of each shard's block, -1 if there is none
+    block_index: Tensor  # [routes, ranks] int64, index of each shard's block, or -1
 
 
 class SortedIds(NamedTuple):
