@@ -263,9 +263,10 @@ def test_no_recapture_after_five_overflows(device: torch.device, monkeypatch: py
     assert count_reasons(run, OVERFLOW) == 8
 
 
-def test_recapture_after_six_overflows_of_the_exchange(device: torch.device):
+@pytest.mark.parametrize("num_short", [3, 4])  # the last is exchanged before the capture, or not
+def test_recapture_after_six_overflows_of_the_exchange(device: torch.device, num_short: int):
     """Pooled rows have one size, so that steps are replayed after the exchange of true numbers."""
-    batches = batches_of_lengths(*[4] * 4, *[9] * 10)
+    batches = batches_of_lengths(*[4] * num_short, *[9] * 10)
     with short_warm_up(), deterministic():
         run = train_alike(device, make_dlrm, lambda: batches)
     assert run.eager_steps == {"warm-up": SHORT_WARM_UP}
@@ -286,6 +287,15 @@ def test_permanent_batch_size(device: torch.device):
     run = train_batches(device, batches)
     assert run.num_captures == 2
     assert count_reasons(run, OTHER_SIZE) == 5
+
+
+def test_lookups_remain_inside_with_another_batch_size(device: torch.device):
+    """Numbers of ids are compared between batches of one size."""
+    sizes = [4] * 4 + [3] * 10
+    batches = [make_batch(step, num_samples=size, bag_length=2) for step, size in enumerate(sizes)]
+    run = train_batches(device, batches)
+    assert run.num_captures == 2
+    assert run.lookups == {"inside"}
 
 
 @pytest.mark.parametrize("sizes", [(4, 3), (4, 3, 2), (3, 3, 3, 4)])

@@ -297,9 +297,9 @@ def evaluate(step: int, pipeline: Any) -> None:
 
 
 def train_and_evaluate(device: torch.device) -> tuple[Run, Run]:
-    batches = make_batches(12)
+    batches = make_batches(12, bag_length=2)
     for step in range(CHANGED, CHANGED + 3):
-        batches[step] = make_batch(step, dist.get_rank(), num_samples=7)
+        batches[step] = make_batch(step, dist.get_rank(), num_samples=7, bag_length=2)
     return train_batches(device, batches, evaluate)
 
 
@@ -492,6 +492,7 @@ def test_evaluation_on_batches_of_another_size(ranks: OnRanks):
         assert_same_runs(run, expected)
         assert run.eager_steps["evaluation"] == 3
         assert run.num_captures == 2  # attach captures again
+        assert run.lookups == {"inside"}  # evaluation does not change whether numbers of ids vary
 
 
 def test_exchange_of_a_deleted_pipeline_is_released(ranks: OnRanks):

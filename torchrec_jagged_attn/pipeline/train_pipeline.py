@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 10
 HEADROOM = 1.2
-# After more eager steps than these, among the last ones, the step is captured again.
+# After more steps beyond a capacity than these, among the last ones, the step is captured again.
 MOST_EAGER_STEPS, LAST_STEPS = 5, 100
 
 
@@ -64,8 +64,8 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
     ``lookups``), exchanges between ranks, attention, dense layers, and their backward. The
     optimizers of dense layers run eagerly in each step. Ids, or rows, are copied into buffers for
     1.2 times as many as the largest batch of the first steps has. A batch that does not fit is
-    trained by an eager step, and after more than 5 such steps of the last 100 the step is captured
-    again.
+    trained by an eager step, or its ids are exchanged twice if only their exchange has too small
+    buffers. After more than 5 such steps of the last 100 the step is captured again.
 
     On a CPU the same padded step runs without a graph.
 
@@ -153,7 +153,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._is_unchanged = _Agreement((False,), None)
         self._is_verified = False
         self._counts: dict[str, int] = {}  # the largest numbers of rows, by name of the capacity
-        self._num_ids: dict[str, tuple[Any, ...]] = {}  # numbers of ids of lookups, by module
+        self._num_ids: dict[str, Any] = {}  # the last numbers of ids of lookups, by module
         self._with_varying_ids: set[str] = set()  # modules where these differ between batches
         self._with_gradient: set[nn.Parameter] = set()  # dense ones that eager steps train
         self._num_warm_up_steps = 0
@@ -274,16 +274,17 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         step, agreement = prepared
         if not _StepFlags(*agreement.wait()).is_complete:
             step, agreement = self._prepare_exactly()
-            self._note(step)
         flags = _StepFlags(*agreement.wait())
         can_capture = flags.can_capture and self._model.training  # which may have changed
         if self._stream is not None:
             step.wait(torch.cuda.current_stream())
         (is_unchanged,) = self._is_unchanged.wait()
-        if can_capture and is_unchanged and flags.fits:
+        can_replay = can_capture and is_unchanged and flags.fits
+        if can_replay and (flags.fits_exchange or sum(self._last_steps) <= MOST_EAGER_STEPS):
             self._last_steps.append(not flags.fits_exchange)
-            if flags.fits_exchange or not self._is_frequent(is_capacity=True, is_repeated=False):
-                return self._replay(step) if self._is_verified else self._verify(step)
+            if not flags.fits_exchange:
+                self._note(step)
+            return self._replay(step) if self._is_verified else self._verify(step)
         if not can_capture:
             reason = self._why_eager(step) or "another rank cannot capture its batch"
         elif self._num_warm_up_steps < WARM_UP_STEPS:
@@ -381,7 +382,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return None
 
     def _is_frequent(self, is_capacity: bool, is_repeated: bool) -> bool:
-        """Return whether so many steps were eager that the step is captured again."""
+        """Return whether batches did not fit so often that the step is captured again."""
         self._num_repeated = self._num_repeated + 1 if is_repeated else 0
         if is_capacity:
             return sum(self._last_steps) > MOST_EAGER_STEPS
@@ -410,13 +411,19 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         return f": got {got}, captured {captured}; with drop_last=True batches have one size"
 
     def _note(self, step: _Step) -> None:
-        """Update the largest numbers of rows and ids."""
+        """Update the largest numbers of rows and ids of training, and which modules look up
+        varying numbers of ids.
+        """
+        if not self._model.training:
+            return
         for name, count in (step.inputs.counts | step.exchange.counts()).items():
             self._counts[name] = max(self._counts.get(name, 0), count)
+        has_last_sizes = difference(step.inputs.constants, self._last_sizes) is None
         for name, ids in step.ids.items():
             number = ids.num_ids()
-            if number is None or self._num_ids.setdefault(name, number) != number:
+            if number is None or (has_last_sizes and self._num_ids.get(name, number) != number):
                 self._with_varying_ids.add(name)
+            self._num_ids[name] = number
 
     def _replay(self, step: _Step) -> tuple[Tensor, Any]:
         assert self._captured_step is not None
@@ -603,7 +610,7 @@ class _StepFlags(NamedTuple):
     """Flags of a step, of one rank or reduced over all ranks by logical and."""
 
     has_next: bool  # whether there is a next batch
-    is_complete: bool = True  # whether this rank has all ids of its rows
+    is_complete: bool = True  # whether this rank sent its batch, and has all ids of its rows
     can_capture: bool = True
     fits: bool = False  # whether the batch fits the captured step
     is_capacity: bool = True  # whether it fits, or only exceeds a capacity

@@ -285,7 +285,7 @@ class IdRouter:
         self, block_lengths: Tensor, counts: Tensor, begins: Tensor, ends: Tensor, strides: Tensor
     ) -> kernels.Blocks:
         """Return where ids are written, from the ``[blocks, B]`` lengths and ``[blocks]`` numbers
-        of ids of blocks, and from where blocks begin and end in a message.
+        of ids of blocks, and from where blocks begin and end in a message and their strides.
         """
         in_block = block_lengths.cumsum(1) - block_lengths
         return kernels.Blocks(in_block, self.row_begins(counts), begins, ends, strides)
@@ -309,7 +309,7 @@ class IdRouter:
 
     def count(self, inputs: Sequence[KeyedJaggedTensor]) -> dict[str, int]:
         """Return the numbers of ids of a batch, by the names of their capacities, or nothing if it
-        cannot be sent. This reads from the device.
+        has values of no sample. This reads from the device.
         """
         joined = self.join(inputs)
         if not joined.is_sent:
