@@ -298,6 +298,14 @@ def test_lookups_remain_inside_with_another_batch_size(device: torch.device):
     assert run.lookups == {"inside"}
 
 
+def test_lookups_leave_the_graph_if_numbers_of_ids_alternate(device: torch.device):
+    lengths = [2] * 4 + [3, 2] * 8
+    batches = [make_batch(step, length=4, bag_length=n) for step, n in enumerate(lengths)]
+    run = train_batches(device, batches)
+    assert run.num_captures == 2
+    assert run.lookups == {"inside", "outside"}  # of histories, and of bags
+
+
 @pytest.mark.parametrize("sizes", [(4, 3), (4, 3, 2), (3, 3, 3, 4)])
 def test_alternating_batch_sizes_are_captured_once(sizes: tuple[int, ...], device: torch.device):
     sizes = (4,) * 4 + 8 * sizes

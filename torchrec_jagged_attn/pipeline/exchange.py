@@ -151,6 +151,7 @@ class LookupRoutes:
     ) -> None:
         self._is_weighted = is_weighted  # whether lookups read the weights of ids
         self.routes, self.lookups = [], []
+        self.are_replicated: list[bool] = []  # whether each rank looks up its own samples
         for sharding, input_dist in zip(shardings, input_dists, strict=True):
             first, keys = len(self.routes), sharding.feature_names()
             owners, rows = [[*range(num_ranks)]] * len(keys), [0] * len(keys)
@@ -165,10 +166,11 @@ class LookupRoutes:
                 for key, ranks, n in zip(keys, owners, rows, strict=True)
             ]
             self.lookups.append([*range(first, len(self.routes))])
+            self.are_replicated.append(is_replicated)
 
     def result(self, ids: ExchangedIds, first: int, context: Any) -> KJTList:
         features = []
-        for routes in self.lookups:
+        for routes, is_replicated in zip(self.lookups, self.are_replicated, strict=True):
             owned = [i for i in routes if ids.is_owned(first + i)]
             lengths, columns = ids.owned([first + i for i in owned])
             features.append(
@@ -177,17 +179,11 @@ class LookupRoutes:
                     columns["ids"],
                     as_weights(columns["weights"]) if self._is_weighted else None,
                     lengths=lengths,
-                    stride=sum(self.samples(ids, routes)),
+                    stride=ids.num_samples if is_replicated else sum(ids.samples_per_rank),
                     length_per_key=[sum(ids.received(first + i)) for i in owned],
                 )
             )
         return KJTList(features)
-
-    def samples(self, ids: ExchangedIds, routes: Sequence[int]) -> list[int]:
-        """Return the numbers of samples of each rank whose ids a lookup reads."""
-        if any(self.routes[i].is_replicated for i in routes):
-            return [ids.num_samples]
-        return ids.samples_per_rank
 
 
 class BagRoutes(LookupRoutes):
@@ -221,8 +217,7 @@ class BagRoutes(LookupRoutes):
                 kjt_key_indices=module._kjt_key_indices,
                 kt_key_ordering=module._kt_key_ordering,
             )
-        for routes in self.lookups:
-            is_replicated = any(self.routes[i].is_replicated for i in routes)
+        for routes, is_replicated in zip(self.lookups, self.are_replicated, strict=True):
             context.sharding_contexts.append(
                 EmbeddingShardingContext(
                     batch_size_per_rank=[] if is_replicated else ids.samples_per_rank,

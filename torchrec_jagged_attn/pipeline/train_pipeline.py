@@ -153,7 +153,7 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
         self._is_unchanged = _Agreement((False,), None)
         self._is_verified = False
         self._counts: dict[str, int] = {}  # the largest numbers of rows, by name of the capacity
-        self._num_ids: dict[str, Any] = {}  # the last numbers of ids of lookups, by module
+        self._num_ids: dict[Any, Any] = {}  # numbers of ids of lookups, by module and its sizes
         self._with_varying_ids: set[str] = set()  # modules where these differ between batches
         self._with_gradient: set[nn.Parameter] = set()  # dense ones that eager steps train
         self._num_warm_up_steps = 0
@@ -418,12 +418,11 @@ class TrainPipelineCudaGraph(TrainPipelineSparseDist):
             return
         for name, count in (step.inputs.counts | step.exchange.counts()).items():
             self._counts[name] = max(self._counts.get(name, 0), count)
-        has_last_sizes = difference(step.inputs.constants, self._last_sizes) is None
         for name, ids in step.ids.items():
             number = ids.num_ids()
-            if number is None or (has_last_sizes and self._num_ids.get(name, number) != number):
+            key = name, ids.constants()
+            if number is None or self._num_ids.setdefault(key, number) != number:
                 self._with_varying_ids.add(name)
-            self._num_ids[name] = number
 
     def _replay(self, step: _Step) -> tuple[Tensor, Any]:
         assert self._captured_step is not None

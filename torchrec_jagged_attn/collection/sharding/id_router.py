@@ -121,11 +121,12 @@ class IdRouter:
             owners = [rank] if routes[route].is_replicated else routes[route].owners
             block_index[route, owners.index(owner)] = i
         num_owners = [1 if route.is_replicated else len(route.owners) for route in routes]
-        # FBGEMM would take -1 for a pruned row, and not check its bounds. TorchRec's own lookups
-        # are given such ids by TorchRec, too.
-        is_torchrecs = [route.history is None and route.group is None for route in routes]
-        masks = zip(num_owners, is_torchrecs, strict=True)
-        id_mask = [-1 if n == 1 and own else MAX_ID for n, own in masks]
+        # FBGEMM would take -1 for a pruned row, and not check its bounds. TorchRec sends such ids
+        # to its lookups of tables on one rank, too.
+        id_mask = [
+            -1 if n == 1 and route.history is None and route.group is None else MAX_ID
+            for n, route in zip(num_owners, routes, strict=True)
+        ]
         groups = dict.fromkeys(route.group for route in routes)
         is_in_group = torch.tensor(
             [[routes[route].group == group for _, route in self.blocks] for group in groups]

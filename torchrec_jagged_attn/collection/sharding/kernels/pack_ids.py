@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 COUNT_BLOCK, PACK_BLOCK, UNPACK_BLOCK = 256, 256, 1024
 NUM_PROGRAMS, MAX_SAMPLES = 512, 64
-"""Programs for the ids of one route, and the largest number of samples of each, by which there may
-be more programs; at most 64, see ``_find_sample``."""
+"""Programs for the ids of one route, or more where each would have over 64 samples, the most that
+``_find_sample`` supports."""
 NUM_CHUNKS = 128
 """Programs that unpack the ids of one route and source rank."""
 
